@@ -103,7 +103,7 @@ pub struct Audited {
 }
 
 /// JSON knows no NaN: it is written as `null`.
-fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+pub(crate) fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
 }
 

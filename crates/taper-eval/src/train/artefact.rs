@@ -279,6 +279,7 @@ fn write_rows(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::train::{Kept, Recall};
     use taper_attention::AttentionShape;
 
     fn model() -> ModelKey {
@@ -307,6 +308,19 @@ mod tests {
         assert!(error(2, true).contains(r#"seed "1", this run has "2""#));
         std::fs::write(folder.join("kmeans.safetensors"), "no").unwrap();
         assert!(error(1, true).contains("kmeans.safetensors: is no safetensors file"));
+    }
+
+    /// What was measured of a model whose scores are no numbers must not keep its file from being gone on with.
+    #[test]
+    fn measures_that_are_no_numbers_come_back() {
+        let (folder, model) = (tempfile::tempdir().unwrap(), model());
+        let mut file = Artefact::open(folder.path(), &origin(&model, 1), false).unwrap();
+        let recalls = vec![Recall { name: "x".into(), queries: 1, mass: [0.5, f64::NAN, 0.5, 0.5] }];
+        let kept = vec![Kept { name: "y".into(), queries: 1, density: 0.5, mean: f64::NAN, min: f64::NAN }];
+        file.add(Vec::new(), [LayerReport { layer: 1, recalls, kept }]);
+        file.save().unwrap();
+        let again = Artefact::open(folder.path(), &origin(&model, 1), true).unwrap();
+        assert_eq!(format!("{:?}", again.reports()), format!("{:?}", file.reports()));
     }
 
     #[test]

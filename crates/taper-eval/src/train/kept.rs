@@ -1,5 +1,6 @@
 //! How much of prompts' attention a way of reading keeps, and for how many keys.
 
+use crate::results::finite_or_nan;
 use serde::{Deserialize, Serialize};
 
 /// What one way of reading came to.
@@ -11,9 +12,11 @@ pub struct Kept {
     pub queries: u64,
     /// Share of the keys that they read.
     pub density: f64,
-    /// Mean share of their attention mass in these keys.
+    /// Mean share of their attention mass in these keys; `null` in a file where scores were no numbers.
+    #[serde(deserialize_with = "finite_or_nan")]
     pub mean: f64,
     /// The least of them.
+    #[serde(deserialize_with = "finite_or_nan")]
     pub min: f64,
 }
 
