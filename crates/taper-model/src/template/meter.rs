@@ -2,10 +2,12 @@
 //! than there is: a text that doubles in a loop, a list within a list within a list.
 //!
 //! Steps are counted by the engine (its fuel). Bytes are counted here, before they are made: of everything that is printed, and
-//! of what goes into operators, filters and methods, the larger of which cost something even if nothing comes out of them.
+//! of what goes into operators, slices, filters, methods and functions, the larger of which cost something even if nothing comes
+//! out of them.
 //! What remains, long work on texts within these bounds, ends at a deadline (`apart`).
 
 use super::{methods, python};
+use minijinja::functions;
 use minijinja::machinery::{CompiledTemplate, Instruction, Instructions, TemplateConfig};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
@@ -90,6 +92,9 @@ const DEEP: [&str; 25] = [
 /// Operators, under names that no template can write as filters.
 const OPERATORS: [(&str, &str); 3] = [("+", "a + b"), ("*", "a * b"), ("in", "a in b")];
 
+/// The same of a part of a text or list.
+const SLICE: &str = "[:]";
+
 /// Bytes that are left of `BYTES_MAX`.
 struct Left(usize);
 
@@ -132,7 +137,7 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
         charge_deep(state, &b, 0)?;
         Ok(python::text(&a) + &python::text(&b))
     });
-    let modulo = plain.clone();
+    let (modulo, slice) = (plain.clone(), plain.clone());
     environment.add_filter("%", move |state: &mut State<'_, '_>, a: Value, b: Value| match a.as_str() {
         Some(format) => {
             charge_call(state, "format", &[a.clone(), b.clone()])?;
@@ -140,6 +145,30 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
         }
         None => modulo.compile_expression("a % b")?.eval(minijinja::context!(a, b)),
     });
+    environment.add_filter(
+        SLICE,
+        move |state: &mut State<'_, '_>, of: Value, start: Value, stop: Value, step: Value| {
+            // From the end on a text's letters are taken apart first.
+            let apart = if i64::try_from(step.clone()).is_ok_and(|step| step < 0) { size_of::<char>() } else { 1 };
+            charge(state, size(&of).saturating_mul(apart))?;
+            slice.compile_expression("of[start:stop:step]")?.eval(minijinja::context!(of, start, stop, step))
+        },
+    );
+    // Those that copy a mapping.
+    let (dict, namespace) = (Value::from_function(functions::dict), Value::from_function(functions::namespace));
+    for (name, function) in [("dict", dict), ("namespace", namespace)] {
+        environment.add_function(name, move |state: &mut State<'_, '_>, mut args: Rest<Value>, named: Kwargs| {
+            if named.args().next().is_some() {
+                args.push(Value::from(named));
+            }
+            for value in args.iter() {
+                charge(state, size(value))?;
+            }
+            function.call(state, &args)
+        });
+    }
+    // It prints all that there is, as often as it is asked.
+    environment.remove_global("debug");
     environment.set_unknown_method_callback(|state, value, method, args| {
         let all: Vec<Value> = std::iter::once(value.clone()).chain(args.iter().cloned()).collect();
         charge_call(state, method, &all)?;
@@ -162,17 +191,18 @@ pub(super) fn compile<'a>(
     for instructions in std::iter::once(&mut template.instructions).chain(blocks) {
         let mut at = 0;
         while let Some(instruction) = instructions.get_mut(at) {
-            let name = match instruction {
-                Instruction::Add => Some("+"),
-                Instruction::Mul => Some("*"),
-                Instruction::In => Some("in"),
-                Instruction::StringConcat => Some("~"),
-                Instruction::Rem => Some("%"),
+            let filter = match instruction {
+                Instruction::Add => Some(("+", 2)),
+                Instruction::Mul => Some(("*", 2)),
+                Instruction::In => Some(("in", 2)),
+                Instruction::StringConcat => Some(("~", 2)),
+                Instruction::Rem => Some(("%", 2)),
+                Instruction::Slice => Some((SLICE, 4)),
                 _ => None,
             };
-            if let Some(name) = name {
+            if let Some((name, args)) = filter {
                 // The last number says that the engine is not to remember which filter it is.
-                *instruction = Instruction::ApplyFilter(name, Some(2), u8::MAX);
+                *instruction = Instruction::ApplyFilter(name, Some(args), u8::MAX);
             }
             at += 1;
         }
@@ -240,6 +270,15 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
             return Err(Error::new(ErrorKind::InvalidOperation, reason));
         }
         "format" => text(0).matches(['%', '{']).count().saturating_mul(WIDEST),
+        // Each part is a place in a list.
+        "split" | "rsplit" => PLACE.saturating_mul(match args.get(1).map(|sep| (sep.is_none(), sep.as_str())) {
+            None | Some((true, _)) => text(0).split_whitespace().count(),
+            Some((_, Some(sep))) if !sep.is_empty() => text(0).matches(sep).count() + 1,
+            Some(_) => text(0).len(),
+        }),
+        "lines" | "splitlines" => text(0).lines().count().saturating_mul(PLACE),
+        // As is each letter of a text.
+        "list" | "batch" | "slice" | "sort" | "unique" => text(0).len().saturating_mul(PLACE),
         _ => 0,
     };
     charge(state, more)?;

@@ -12,7 +12,7 @@ use crate::tokenizer::TokenizerConfig;
 use minijinja::machinery::TemplateConfig;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
 use sandbox::Sandbox;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -304,8 +304,10 @@ fn environment() -> Environment<'static> {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
     });
-    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+    environment.add_function("strftime_now", |state: &mut State<'_, '_>, format: String| -> Result<String, Error> {
         use std::fmt::Write;
+        // No directive makes more of its letters, of which it has two at least.
+        meter::charge(state, format.len().saturating_mul(20))?;
         let mut out = String::new();
         // Fails for a directive that does not exist.
         write!(out, "{}", chrono::Local::now().format(&format))

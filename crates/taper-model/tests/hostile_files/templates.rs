@@ -66,6 +66,21 @@ const MANY: &[&str] = &[
     "{% for i in range(99999) %}{{ messages | tojson }}{% endfor %}",
 ];
 
+/// Many that are made neither by an operator nor by a filter, or in pieces of which each takes more than its letters.
+const COPIED: &[&str] = &[
+    "{% set s = 'a' * 90000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
+    "{% set s = 'a' * 90000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[::-1]] %}{% endfor %}",
+    "{% set s = [1] * 5000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
+    "{% set s = '%+' * 900000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, strftime_now(s)] %}{% endfor %}",
+    "{% set s = 'a' * 90000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, debug(s)] %}{% endfor %}",
+    "{% set ns = namespace(l=[], d={}) %}{% for i in range(9999) %}{% set ns.d = dict(ns.d, **{i | string: i}) %}{% set ns.l = [ns.l, ns.d] %}{% endfor %}",
+    "{{ ('a' * 80000000) | list | length }}",
+    "{{ ('a ' * 40000000) | split | length }}",
+    "{{ ('a ' * 40000000).split() | length }}{{ ('a ' * 40000000).split(' ') | length }}",
+    "{{ ('a\n' * 40000000).splitlines() | length }}{{ ('a\n' * 40000000) | lines | length }}",
+    "{{ ('a ' * 40000000).rsplit(' ') | length }}",
+];
+
 /// Numbers that say how much.
 const WIDE: &[&str] = &[
     "{{ tools | tojson(indent=99999999999) }}",
@@ -126,6 +141,11 @@ fn a_template_whose_texts_double_ends() {
 #[test]
 fn a_template_that_keeps_many_large_values_is_an_error() {
     end(MANY, true);
+}
+
+#[test]
+fn a_template_that_copies_large_values_is_an_error() {
+    end(COPIED, true);
 }
 
 #[test]
