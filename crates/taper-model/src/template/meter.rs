@@ -119,7 +119,14 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
                 args.push(Value::from(named));
             }
             charge_call(state, name, &args)?;
-            plain.empty_state().apply_filter(name, &args)
+            match args.get(1).and_then(Value::as_str).filter(|_| name == "map") {
+                // What it has done to each is counted for each.
+                Some(filter) => {
+                    let one = |item| state.apply_filter(filter, &[&[item], &args[2..]].concat());
+                    args[0].try_iter()?.map(one).collect::<Result<Vec<_>, _>>().map(Value::from)
+                }
+                None => plain.empty_state().apply_filter(name, &args),
+            }
         });
     }
     for (name, expression) in OPERATORS {
@@ -243,14 +250,21 @@ pub(super) fn render(
 /// Counts what goes into a filter or a method, and what may come out of those that make more of it.
 fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<(), Error> {
     let text = |i: usize| args.get(i).and_then(Value::as_str).unwrap_or_default();
+    // What an indentation is where nothing is said of it.
+    let (mut widest, mut between) = (4, 0);
     if matches!(name, "batch" | "center" | "indent" | "ljust" | "rjust" | "round" | "slice" | "tojson") {
         for value in args.iter().skip(1) {
             let named = Kwargs::try_from(value.clone()).ok();
+            let separators = named.as_ref().and_then(|named| named.peek::<Vec<String>>("separators").ok());
+            between += separators.iter().flatten().map(String::len).sum::<usize>();
             let named = named.iter().flat_map(|kwargs| kwargs.args().filter_map(|key| kwargs.peek::<Value>(key).ok()));
             for number in named.chain([value.clone()]).filter(|v| v.kind() == ValueKind::Number) {
-                if i64::try_from(number.clone()).map_or(true, |n| !(-WIDTH_MAX..=WIDTH_MAX).contains(&n)) {
-                    let reason = format!("{name} takes numbers from -{WIDTH_MAX} to {WIDTH_MAX}, not {number}");
-                    return Err(Error::new(ErrorKind::InvalidOperation, reason));
+                match i64::try_from(number.clone()) {
+                    Ok(n) if (-WIDTH_MAX..=WIDTH_MAX).contains(&n) => widest = widest.max(n.unsigned_abs() as usize),
+                    _ => {
+                        let reason = format!("{name} takes numbers from -{WIDTH_MAX} to {WIDTH_MAX}, not {number}");
+                        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+                    }
                 }
             }
         }
@@ -264,7 +278,7 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
         }
         "replace" => (text(0).len() / text(1).len().max(1) + 1).saturating_mul(text(2).len()),
         "center" | "ljust" | "rjust" => WIDTH_MAX as usize * text(2).len().max(1),
-        "indent" => text(0).len().saturating_mul(WIDTH_MAX as usize / 100),
+        "indent" => text(0).lines().count().saturating_mul(widest),
         "format" if has_width(text(0)) => {
             let reason = "a format's width or precision takes at most four digits";
             return Err(Error::new(ErrorKind::InvalidOperation, reason));
@@ -285,10 +299,35 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
     if FREE.contains(&name) {
         return Ok(());
     }
+    // Texts and lists are copied for each that is added to them; numbers start from one.
+    let start = |(at, value): (usize, &Value)| match Kwargs::try_from(value.clone()) {
+        Ok(named) => named.peek::<Value>("start").ok(),
+        Err(_) => (at == 2).then(|| value.clone()),
+    };
+    let start = args.iter().enumerate().skip(1).find_map(start).filter(|_| name == "sum");
+    if start.is_some_and(|start| start.kind() != ValueKind::Number) {
+        for _ in 0..args[0].len().unwrap_or(0) {
+            charge_deep(state, &args[0], 0)?;
+        }
+    }
+    let layout = match name {
+        "tojson" => Layout { between, indent: widest },
+        "pprint" => Layout { between, indent: 4 },
+        _ => Layout::default(),
+    };
     for value in args {
-        if SHALLOW.contains(&name) { charge(state, size(value))? } else { charge_deep(state, value, 0)? }
+        if SHALLOW.contains(&name) { charge(state, size(value))? } else { charge_laid_out(state, value, 0, layout)? }
     }
     Ok(())
+}
+
+/// What stands beside each place of a list or mapping that is printed.
+#[derive(Debug, Clone, Copy, Default)]
+struct Layout {
+    /// Bytes.
+    between: usize,
+    /// And so many for each level.
+    indent: usize,
 }
 
 /// Whether a format asks for a width or a precision of five digits.
@@ -305,7 +344,11 @@ fn size(value: &Value) -> usize {
 
 /// Counts all that a value holds, as often as it holds it, and refuses what is nested too deep to be walked through.
 pub(super) fn charge_deep(state: &mut State<'_, '_>, value: &Value, depth: usize) -> Result<(), Error> {
-    charge(state, PLACE + size(value))?;
+    charge_laid_out(state, value, depth, Layout::default())
+}
+
+fn charge_laid_out(state: &mut State<'_, '_>, value: &Value, depth: usize, layout: Layout) -> Result<(), Error> {
+    charge(state, PLACE + size(value) + layout.between + layout.indent * depth)?;
     if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) || value.len().is_none() {
         return Ok(());
     }
@@ -316,9 +359,9 @@ pub(super) fn charge_deep(state: &mut State<'_, '_>, value: &Value, depth: usize
     for key in value.try_iter()? {
         if value.kind() == ValueKind::Map {
             charge(state, PLACE + size(&key))?;
-            charge_deep(state, &value.get_item(&key)?, depth + 1)?;
+            charge_laid_out(state, &value.get_item(&key)?, depth + 1, layout)?;
         } else {
-            charge_deep(state, &key, depth + 1)?;
+            charge_laid_out(state, &key, depth + 1, layout)?;
         }
     }
     Ok(())

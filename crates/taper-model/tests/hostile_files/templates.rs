@@ -79,6 +79,15 @@ const COPIED: &[&str] = &[
     "{{ ('a ' * 40000000).split() | length }}{{ ('a ' * 40000000).split(' ') | length }}",
     "{{ ('a\n' * 40000000).splitlines() | length }}{{ ('a\n' * 40000000) | lines | length }}",
     "{{ ('a ' * 40000000).rsplit(' ') | length }}",
+    "{{ ('a\\n' * 1000000) | indent(1000) | length }}",
+    "{{ ['a' * 20000] | map('replace', 'a', 'b' * 100000) | list | length }}",
+    "{{ ['a\\n' * 1000000] | map('indent', 1000) | list | length }}",
+    "{{ ['a' * 60000000] | map('list') | list | length }}",
+    "{{ [['a'] * 100000] | map('join', 'b' * 20000) | list | length }}",
+    "{% set ns = namespace(s=[1] * 2000000) %}{% for i in range(190) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s | pprint }}",
+    "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(190) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s | tojson(indent=100) }}",
+    "{{ ([1] * 1000000) | tojson(separators=['a' * 3000, ':']) }}",
+    "{{ (['a' * 1000000] * 2000) | sum(start='') | length }}",
 ];
 
 /// Numbers that say how much.
