@@ -320,7 +320,14 @@ impl Sequence {
         self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
     }
 
-    /// The same of a prompt's prefill method.
+    /// From here on what attends for tokens goes around the decode method, by whose name and parameters it is known.
+    pub fn decode_around(&mut self, around: impl FnOnce(Arc<dyn DecodeMethod>) -> Arc<dyn DecodeMethod>) {
+        let Chosen { name, json, method } = self.spec.decode.clone();
+        let decode = Chosen { name, json, method: around(method) };
+        self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
+    }
+
+    /// As [`decode_by_own`](Self::decode_by_own), of a prompt's prefill method.
     pub fn prefill_by_own(&mut self, name: &'static str, method: Arc<dyn PrefillMethod>) {
         let prefill = Chosen { name, json: serde_json::json!({ "method": name }), method };
         self.spec = Arc::new(AttentionSpec { prefill, ..(*self.spec).clone() });

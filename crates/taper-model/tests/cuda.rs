@@ -3,10 +3,10 @@
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::sync::Arc;
-use taper_attention::method::{Choice, DecodeMethod, DecodeStep};
+use taper_attention::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use taper_attention::{Artifacts, AttentionBatch, AttentionSpec, Chunk, Place, Sequence, Sizes, Span};
 use taper_kernels::cuda::graph_steps;
-use taper_kernels::decode::Selection;
+use taper_kernels::decode::{DecodeRow, Selection};
 use taper_kv_cache::{KvPool, KvShape};
 use taper_model::{Model, ModelConfig};
 
@@ -58,13 +58,37 @@ fn stepped(model: &Model, pool: &mut KvPool, sequences: Vec<&mut Sequence>, each
     logits.into_iter().rev().take(3).collect()
 }
 
-/// Dense attention by another name, which is audited.
+/// A method whose rows are all chosen for layer by layer and audited, those too that read what follows from what they see.
 #[derive(Debug)]
-struct Audited;
+struct Apart(Arc<dyn DecodeMethod>);
 
-impl DecodeMethod for Audited {
+impl DecodeMethod for Apart {
     fn select(&self, step: &DecodeStep) -> candle_core::Result<Choice> {
-        Ok(Selection::dense(step.batch.rows.len(), step.kv_heads).into())
+        self.0.select(step)
+    }
+
+    fn promise(&self) -> Option<(f64, f64)> {
+        self.0.promise()
+    }
+
+    fn reads_all(&self, keys: usize) -> bool {
+        self.0.reads_all(keys)
+    }
+
+    fn indices(&self) -> Vec<&dyn KeyIndex> {
+        self.0.indices()
+    }
+
+    fn dense_layers(&self) -> usize {
+        self.0.dense_layers()
+    }
+
+    fn indexed_from(&self) -> usize {
+        self.0.indexed_from()
+    }
+
+    fn plain(&self, _: &[DecodeRow], _: usize) -> Option<Selection> {
+        None
     }
 }
 
@@ -75,8 +99,8 @@ fn generated(run: &Run, decode: &Value, artifacts: &Artifacts, audit: bool) -> (
     let mut pool = run.pool(100);
     let prompts = [100, 250, 4090];
     let mut sequences: Vec<Sequence> = prompts.iter().map(|&n| Sequence::new(Arc::clone(&spec), 1, n)).collect();
-    if audit && decode["method"] == "dense" {
-        sequences.iter_mut().for_each(|sequence| sequence.decode_by_own("audited", Arc::new(Audited)));
+    if audit {
+        sequences.iter_mut().for_each(|sequence| sequence.decode_around(|method| Arc::new(Apart(method))));
     }
     let mut out = Vec::new();
     let mut step = |sequences: Vec<&mut Sequence>, each| out.extend(stepped(&run.model, &mut pool, sequences, each));
@@ -151,12 +175,10 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         let artifacts = artifacts.at(Place::Device);
         let of = format!("{} in {:?}", run.model.config().name, run.dtype);
         for decode in &methods {
-            // What is audited goes layer by layer; rows that read all they see, as some do by these two, are not audited.
+            // What is audited goes layer by layer.
             let before = graph_steps();
             let (plain, reported) = generated(&run, decode, &artifacts, true);
-            let whole = decode["method"] == "streaming_llm" || decode.get("dense_below").is_some();
-            let steps = graph_steps() - before;
-            assert!(steps <= if whole { 50 } else { 0 }, "{of}, {decode}: {steps} audited steps by a graph");
+            assert_eq!(graph_steps() - before, 0, "{of}, {decode}: audited steps by a graph");
             let before = graph_steps();
             let (by_graph, reported_by_graph) = generated(&run, decode, &artifacts, false);
             let steps = graph_steps() - before;
@@ -167,8 +189,7 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
             }
             assert_eq!(plain.len(), by_graph.len());
             for (mut a, b) in reported.into_iter().zip(reported_by_graph) {
-                assert!(a.as_object_mut().unwrap().remove("audit").is_some() || whole);
-                a["method"] = decode["method"].clone();
+                assert!(a.as_object_mut().unwrap().remove("audit").is_some(), "{of}, {decode}: not audited");
                 assert_eq!(a, b, "{of}");
             }
         }
