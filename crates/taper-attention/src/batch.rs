@@ -2,6 +2,7 @@
 
 mod decode;
 mod replay;
+mod rotations;
 
 pub use decode::{DECODE_SEQUENCES, DECODE_TOKENS};
 pub use replay::{Replay, replay};
@@ -15,13 +16,12 @@ use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
 use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
+use rotations::StepRotations;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use std::sync::OnceLock;
 use taper_kernels::decode::{DecodeRow, Selection, stacked};
 use taper_kernels::philox::Stream;
 use taper_kernels::prefill::Mask;
-use taper_kernels::rotary::Rotation;
 use taper_kv_cache::{KvError, KvPool};
 
 /// A sequence's share of a flat batch.
@@ -59,7 +59,7 @@ fn alike(a: (&Sequence, usize), b: (&Sequence, usize)) -> bool {
 /// A batch that is dropped before [`finish`](Self::finish) leaves its sequences as they were, but for room in the cache.
 pub struct AttentionBatch<'a> {
     shape: AttentionShape,
-    rotary: &'a dyn Rotary,
+    rotations: StepRotations<'a>,
     pool: &'a mut KvPool,
     spans: Vec<Started<'a>>,
     slots: Vec<u32>,
@@ -92,7 +92,8 @@ impl<'a> AttentionBatch<'a> {
         pool.begin_step();
         // Of the spans before one that fails, sequences are as they were once this is dropped.
         let (slots, lengths, started) = (Vec::new(), Vec::new(), Vec::with_capacity(spans.len()));
-        let mut batch = Self { shape, rotary, pool, spans: started, slots, lengths, puts_off: false };
+        let rotations = StepRotations::new(rotary, spans.iter().map(|span| span.sequence.prompt));
+        let mut batch = Self { shape, rotations, pool, spans: started, slots, lengths, puts_off: false };
         for Span { sequence, tokens } in spans {
             let end = sequence.len + tokens;
             let limit = match sequence.phase() {
@@ -174,8 +175,8 @@ impl<'a> AttentionBatch<'a> {
 
     /// One layer's share of the batch for a sequence.
     fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
-        let Self { shape, rotary, puts_off, .. } = *self;
-        (Part { shape, rotary, pool: self.pool, layer, puts_off }, &mut self.spans)
+        let Self { shape, rotations, pool, puts_off, spans, .. } = self;
+        (Part { shape: *shape, rotations, pool, layer, puts_off: *puts_off }, spans)
     }
 }
 
@@ -314,7 +315,7 @@ impl AttentionBatch<'_> {
 /// One span in one layer.
 struct Part<'a> {
     shape: AttentionShape,
-    rotary: &'a dyn Rotary,
+    rotations: &'a StepRotations<'a>,
     pool: &'a mut KvPool,
     layer: usize,
     /// Whether the reports are to have nothing of it yet.
@@ -378,19 +379,6 @@ pub(crate) fn report_prompt(
         report.add_errors(&audit::prefill(rows, &out, &audited)?, None);
     }
     Ok(out)
-}
-
-/// The rotary embedding of each token of a sequence whose prompt is so long.
-fn rotations(rotary: &dyn Rotary, prompt: usize) -> impl Fn(usize) -> Rotation + Sync {
-    // Those of all positions, or of the prompt's where they heed the length, are made once, and only if they are wanted.
-    let shared = OnceLock::new();
-    move |position| match rotary.heeds_length() && position >= prompt {
-        true => Rotation::new(position, &rotary.frequencies(position + 1), rotary.factor()),
-        false => {
-            let length = if rotary.heeds_length() { prompt } else { 0 };
-            Rotation::new(position, shared.get_or_init(|| rotary.frequencies(length)), rotary.factor())
-        }
-    }
 }
 
 #[cfg(test)]

@@ -396,7 +396,7 @@ impl DecodeStep<'_> {
 
     /// The rotary embedding of each row's query `[R]`.
     pub fn turns(&self) -> Vec<Rotation> {
-        self.batch.rows.iter().map(|row| (self.rotation)(row.visible.end - 1)).collect()
+        self.batch.rows.iter().map(|row| self.rotation.at(row.visible.end - 1)).collect()
     }
 }
 

@@ -88,6 +88,6 @@ impl KeyIndex for Partition {
 
     fn extend(&self, layer: usize, index: &Tensor, kv: PagedKv, parts: &[Part], rotation: &Rotations) -> Result<()> {
         let Some(centroids) = self.layer(layer) else { return Ok(()) };
-        clusters::extend(index, kv.k, parts, centroids, self.unrotated.then_some(&|position| rotation(position)))
+        clusters::extend(index, kv.k, parts, centroids, self.unrotated.then_some(rotation))
     }
 }

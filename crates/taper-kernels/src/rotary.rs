@@ -11,7 +11,28 @@ use std::mem::MaybeUninit;
 pub struct Rotation(pub(crate) Vec<(f32, f32)>);
 
 /// The turn of each position of a sequence.
-pub type Rotations<'a> = dyn Fn(usize) -> Rotation + Sync + 'a;
+pub struct Rotations<'a> {
+    turn: Box<dyn Fn(usize) -> Rotation + Sync + 'a>,
+    /// Those of whole blocks that are on a device already.
+    #[cfg(feature = "cuda")]
+    pub(crate) kept: crate::cuda::step::KeptTurns,
+}
+
+impl<'a> Rotations<'a> {
+    /// By what gives that of one position.
+    pub fn new(turn: impl Fn(usize) -> Rotation + Sync + 'a) -> Self {
+        Self {
+            turn: Box::new(turn),
+            #[cfg(feature = "cuda")]
+            kept: Default::default(),
+        }
+    }
+
+    /// That of a position.
+    pub fn at(&self, position: usize) -> Rotation {
+        (self.turn)(position)
+    }
+}
 
 impl Rotation {
     /// That of a position, from the angle per position of each pair of dimensions `[head_dim / 2]`; `factor` is what the

@@ -1,6 +1,6 @@
 //! Rows after the prompt: chosen for, of one sequence or of several, attended together, reported and audited.
 
-use super::{Part, Started, audited, next_row, plain, rotations, row, visible};
+use super::{Part, Started, audited, next_row, plain, row, visible};
 use crate::audit;
 use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
 use crate::sequence::Sequence;
@@ -67,9 +67,9 @@ impl Part<'_> {
         }
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
-            let rotation = rotations(self.rotary, prompt);
+            let rotation = self.rotations.of(prompt);
             let extend =
-                |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, &rotation);
+                |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, rotation);
             let tensor = self.pool.index((&name, shape), self.layer, tables, extend);
             tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
         }
@@ -151,7 +151,7 @@ impl Part<'_> {
     /// How many of the first spans, of one row each by one method, are chosen for together: a draft that may keep to a choice
     /// is alone with it, and where a rotary embedding heeds the length so is every row.
     fn chosen_together(&self, spans: &[Started]) -> usize {
-        let alone = |span: &Started| span.sequence.keeps_choices() || self.rotary.heeds_length();
+        let alone = |span: &Started| span.sequence.keeps_choices() || self.rotations.heed_length();
         // What nothing can be chosen for must not keep others from it.
         let whole = |span: &Started| visible(self.shape, span.sequence.len).start == 0;
         if alone(&spans[0]) {
@@ -196,7 +196,7 @@ impl Part<'_> {
             kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
-            rotation: &rotations(self.rotary, rows[0].0.prompt),
+            rotation: self.rotations.of(rows[0].0.prompt),
         })
     }
 

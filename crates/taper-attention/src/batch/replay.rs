@@ -1,6 +1,6 @@
 //! One query over and over: what a decode method's draws come to.
 
-use super::{Part, Sequence, rotations, row};
+use super::{Part, Sequence, StepRotations, row};
 use crate::audit;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::DecodeStep;
@@ -39,7 +39,8 @@ pub fn replay(
     if end == 0 || layer >= shape.layers || q.dims() != [1, shape.q_heads, shape.head_dim] {
         bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
     }
-    let mut part = Part { shape, rotary, pool, layer, puts_off: false };
+    let rotations = &StepRotations::new(rotary, [sequence.prompt]);
+    let mut part = Part { shape, rotations, pool, layer, puts_off: false };
     let method = sequence.spec.decode.method.clone();
     let indices = part.indices(&*method, &[], sequence.prompt, &[(&sequence.table, end)])?;
     let row = row(shape, sequence, end - 1);
@@ -54,7 +55,7 @@ pub fn replay(
         kv_heads: shape.kv_heads,
         streams: &streams,
         indices: &indices,
-        rotation: &rotations(rotary, sequence.prompt),
+        rotation: rotations.of(sequence.prompt),
     };
     let (choice, out) = step.run(&*method)?;
     let errors = audit::errors(&out, &dense.repeat((seeds.len(), 1, 1))?)?;

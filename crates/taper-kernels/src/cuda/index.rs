@@ -230,7 +230,7 @@ pub fn nearest(products: &Tensor, at: &Tokens, index: &Tensor) -> Result<()> {
 pub fn key_clusters(
     k: &Tensor,
     (slots, first): (&Tensor, usize),
-    turns: Option<Turns>,
+    turns: Option<&Turns>,
     centroids: &Tensor,
     index: &Tensor,
 ) -> Result<()> {

@@ -11,24 +11,19 @@ use bytemuck::Zeroable;
 use candle_core::{DType, Tensor};
 
 /// Cosines and sines `[T, width / 2]`, f32, of the turns that are taken off rows.
-#[derive(Clone, Copy)]
-pub struct Turns<'a> {
+#[derive(Debug, Clone)]
+pub struct Turns {
     /// Cosines.
-    pub cos: &'a Tensor,
+    pub cos: Tensor,
     /// Sines.
-    pub sin: &'a Tensor,
+    pub sin: Tensor,
 }
 
-impl<'a> Turns<'a> {
-    /// Cosines, then sines.
-    pub(super) fn of([cos, sin]: &'a [Tensor; 2]) -> Self {
-        Self { cos, sin }
-    }
-
+impl Turns {
     /// Where both lie, `[rows, width / 2]` each, or nulls.
-    pub(super) fn at(turns: Option<Self>, op: &Op, rows: usize, width: usize) -> Result<[*mut f32; 2]> {
+    pub(super) fn at(turns: Option<&Self>, op: &Op, rows: usize, width: usize) -> Result<[*mut f32; 2]> {
         let at = |of: Option<&Tensor>| op.maybe("turns", of, DType::F32, [rows, width / 2]);
-        Ok([at(turns.map(|turns| turns.cos))?, at(turns.map(|turns| turns.sin))?])
+        Ok([at(turns.map(|turns| &turns.cos))?, at(turns.map(|turns| &turns.sin))?])
     }
 }
 
@@ -47,7 +42,7 @@ pub fn rows(x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// Shapes that differ.
-pub fn cached_rows(k: &Tensor, slots: &Tensor, turns: Option<Turns>) -> Result<Tensor> {
+pub fn cached_rows(k: &Tensor, slots: &Tensor, turns: Option<&Turns>) -> Result<Tensor> {
     let op = Op::new("cached_rows", "k", k)?;
     let (blocks, heads, _, width) = k.dims4()?;
     let at = op.at::<u8>("k", k, k.dtype(), [blocks, heads, BLOCK_TOKENS, width])?;
@@ -72,7 +67,7 @@ fn run(
     (tokens, heads, width): (usize, usize, usize),
     (x, dtype): (*mut u8, DType),
     slots: Option<&Tensor>,
-    turns: Option<Turns>,
+    turns: Option<&Turns>,
 ) -> Result<Tensor> {
     op.check(width.is_multiple_of(2), "x", format_args!("{width} wide"), "an even width")?;
     let out = op.empty((tokens, heads, width), DType::F32)?;
@@ -114,7 +109,7 @@ pub struct Layer<'a> {
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn project(x: &Tensor, turns: Option<Turns>, heads: usize, layer: &Layer) -> Result<Lent> {
+pub fn project(x: &Tensor, turns: Option<&Turns>, heads: usize, layer: &Layer) -> Result<Lent> {
     let op = Op::new("project", "x", x)?;
     let ((rows, x_heads, inputs), (maps, outputs, _)) = (x.dims3()?, layer.weight.dims3()?);
     let fits = maps > 0 && x_heads > 0 && heads.is_multiple_of(maps) && heads.is_multiple_of(x_heads);

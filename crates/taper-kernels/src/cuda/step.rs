@@ -17,7 +17,7 @@ pub(crate) use index::{
     bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, extend_quantized,
     labels, probe, quantized,
 };
-pub(crate) use project::{OnDevice, per_head, products};
+pub(crate) use project::{KeptTurns, OnDevice, per_head, products};
 pub(crate) use sample::{sample, sample_certain, sample_some};
 pub(crate) use values::{bernoulli_queries, sample_values};
 

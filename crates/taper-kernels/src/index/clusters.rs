@@ -121,7 +121,7 @@ pub fn extend(
                     let new = part.rows.start * d..part.rows.end * d;
                     let mut keys: Vec<f32> = keys[new].iter().map(|x| x.to_f32()).collect();
                     if let Some(of) = unrotate {
-                        part.rows.clone().zip(keys.chunks_exact_mut(d)).for_each(|(row, key)| of(part.start + row).undo(key));
+                        part.rows.clone().zip(keys.chunks_exact_mut(d)).for_each(|(row, key)| of.at(part.start + row).undo(key));
                     }
                     let clusters = centroids[head].assign(&keys);
                     rows[part.rows.clone()].iter_mut().zip(clusters).for_each(|(to, c)| *to = c as i16);

@@ -5,7 +5,7 @@ use super::*;
 use crate::decode::{DecodeRow, HeadSelection, Keys, Over, top_k};
 use crate::kv;
 use crate::mlp::{Activation, Mlp, PerHead};
-use crate::rotary::Rotation;
+use crate::rotary::{Rotation, Rotations};
 use crate::testing::{Cache, Numbers};
 use candle_core::{DType, Device};
 
@@ -72,7 +72,7 @@ fn an_index_taken_in_piece_by_piece_equals_one_taken_in_at_once() {
     let maps: PerHead<Mlp> = (0..4).map(|_| mlp(&mut numbers)).collect();
     let channels = vec![vec![1, 5, 20], vec![0, 2, 23]];
     let centroids: PerHead<Centroids> = (0..2).map(|_| centroids(&mut numbers, 7)).collect();
-    let rotation = |position: usize| Rotation::new(position, &[0.5; D / 2], 1.0);
+    let rotation = Rotations::new(|position| Rotation::new(position, &[0.5; D / 2], 1.0));
     type Extend<'a> = &'a dyn Fn(&Tensor, &[Part]) -> Result<()>;
     let (k, v, page) = (&cache.k, cache.kv().v, 16);
     let (rows, width) = bounds::shape(page, D);
@@ -406,7 +406,7 @@ fn keys_are_assigned_as_they_were_before_they_were_turned() {
     let cache = Cache::from_rows(&turned, &plain, DType::F32);
     let of = centroids(&mut numbers, 5);
     let to = index(&cache, 64, 1, DType::I16);
-    let rotation = |position: usize| Rotation::new(position, &frequencies, 1.0);
+    let rotation = Rotations::new(|position| Rotation::new(position, &frequencies, 1.0));
     clusters::extend(&to, &cache.k, &parts(&cache.table, 0, n), &vec![of.clone()].into(), Some(&rotation)).unwrap();
     let assigned = content(&to, &cache.table);
     for (t, key) in plain.to_vec3::<f32>().unwrap().iter().enumerate() {

@@ -438,8 +438,8 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
             .map(|_| Centroids::new(&(0..count * d).map(|_| numbers.normal()).collect::<Vec<_>>(), d).unwrap())
             .collect();
         let frequencies: Vec<f32> = (0..d / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / d as f32)).collect();
-        let rotation = |position: usize| Rotation::new(position, &frequencies, 1.0);
-        let turned: Option<&Rotations> = if at % 2 == 0 { Some(&rotation) } else { None };
+        let rotation = Rotations::new(|position| Rotation::new(position, &frequencies, 1.0));
+        let turned = (at % 2 == 0).then_some(&rotation);
         let extend = |index: &Tensor, k: &Tensor, parts: &[Part]| {
             clusters::extend(index, k, parts, &centroids, turned).unwrap();
         };
@@ -447,12 +447,15 @@ fn clusters_and_classifiers_choose_what_they_choose_on_the_cpu() {
         let (cpu, cuda) = both.index((BLOCK_TOKENS, 1, DType::I16), at_once, extend);
         let ids = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<i16>().unwrap();
         let (a, b) = (ids(&cpu), ids(&cuda));
+        // A layer after another, by turns that are on the device already.
+        let (_, again) = both.index((BLOCK_TOKENS, 1, DType::I16), at_once, extend);
+        assert!(ids(&again) == b, "{grid:?}: a second layer");
         let apart = a.iter().zip(&b).filter(|(a, b)| a != b).count();
         assert!(apart * 1000 <= a.len(), "{grid:?}: {apart} of {} keys in other clusters", a.len());
 
         let classifiers: PerHead<Mlp> =
             (0..kv_heads).map(|_| short_perceptron(&mut numbers, &[d, 40, count], Activation::Relu)).collect();
-        let turns: Vec<Rotation> = both.caches.lens.iter().map(|n| rotation(n - 1)).collect();
+        let turns: Vec<Rotation> = both.caches.lens.iter().map(|n| rotation.at(n - 1)).collect();
         let of = |batch: &Decode| {
             let turns = Some(&turns[..]);
             [

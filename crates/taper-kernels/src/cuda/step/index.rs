@@ -1,6 +1,6 @@
 //! The indices of [`crate::index`] on the device: rows taken in, and keys looked up. They lie as the CPU's do.
 
-use super::project::{self as through, centroids, forward, key_products, turns};
+use super::project::{self as through, centroids, forward, key_products, turns_at};
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
@@ -57,7 +57,7 @@ pub(crate) fn extend_quantized(index: &Tensor, k: &Tensor, parts: &[Part]) -> Re
     extend(&Op::new("quantized", "k", k)?, k, parts, &Metadata { quantized: Some(index), ..Metadata::default() })
 }
 
-/// Tokens that are projected at a time: what that takes of memory does not grow with the sequence.
+/// Tokens that are projected at a time: what that takes of memory, but for turns, does not grow with the sequence.
 const TOKENS_AT_ONCE: usize = 8192;
 
 /// New keys of some parts, on their way into an index of something for each.
@@ -112,14 +112,13 @@ impl Rows {
 
     /// Keys `[T, kv_heads, head_dim]`, f32, by `unrotate` as they were before the rotary embedding.
     fn keys(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Tensor> {
-        let turns = self.turns(op, k, unrotate)?;
-        cached_rows(k, &self.slots, turns.as_ref().map(Turns::of))
+        cached_rows(k, &self.slots, self.turns(op, k, unrotate)?.as_ref())
     }
 
-    /// Cosines and sines of what `unrotate` takes off them.
-    fn turns(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Option<[Tensor; 2]>> {
-        let Some(turn) = unrotate else { return Ok(None) };
-        turns(op, [self.positions.len(), k.dim(3)?], |row| turn(self.positions[row])).map(Some)
+    /// What `unrotate` takes off them.
+    fn turns(&self, op: &Op, k: &Tensor, unrotate: Option<&Rotations>) -> Result<Option<Turns>> {
+        let width = k.dim(3)?;
+        unrotate.map(|of| turns_at(op, of, (&self.positions, width), !self.single)).transpose()
     }
 
     fn tokens(&self) -> Tokens<'_> {
@@ -152,9 +151,8 @@ pub(crate) fn extend_clusters(
     Rows::each(&op, parts, |rows| {
         if rows.single {
             let turns = rows.turns(&op, k, unrotate)?;
-            let turns = turns.as_ref().map(Turns::of);
             let first = rows.positions.iter().copied().min().unwrap_or(0);
-            return kernels::key_clusters(k, (&rows.slots, first), turns, &centroids(&op, of)?, &ids);
+            return kernels::key_clusters(k, (&rows.slots, first), turns.as_ref(), &centroids(&op, of)?, &ids);
         }
         let products = key_products(&op, of, &rows.keys(&op, k, unrotate)?)?;
         kernels::nearest(&products, &rows.tokens(), &ids)

@@ -9,9 +9,9 @@ use crate::index::clusters::Centroids;
 use crate::lent::Lent;
 use crate::mlp::{Activation, Mlp, PerHead};
 use crate::parallel;
-use crate::rotary::Rotation;
+use crate::rotary::{Rotation, Rotations};
 use candle_core::{DType, Device, Tensor};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Tensors on the device that first asked for them.
 #[derive(Debug, Default)]
@@ -59,7 +59,7 @@ pub(super) fn forward(
         for (depth, layer) in first.layers.iter().enumerate() {
             let (outputs, inputs) = (layer.bias.len(), layer.weight.len() / layer.bias.len());
             let all = |of: fn(&crate::mlp::Dense) -> &[f32]| -> Vec<f32> {
-                maps.iter().flat_map(|map| of(&map.layers[depth]).iter().copied()).collect()
+                maps.iter().map(|map| of(&map.layers[depth])).collect::<Vec<_>>().concat()
             };
             let weight = op.upload(&all(|layer| &layer.weight), [maps.len(), outputs, inputs])?;
             tensors.push(weight.to_dtype(kept_as(inputs))?);
@@ -85,7 +85,7 @@ pub(super) fn forward(
             let out = if depth < last { DType::F32 } else { out };
             let layer = Layer { weight, bias: Some(bias), scale: 1.0, activation, out };
             let turned = turns.take();
-            x = kernels::project(&x, turned.as_ref().map(Turns::of), heads, &layer)?;
+            x = kernels::project(&x, turned.as_ref(), heads, &layer)?;
             continue;
         }
         let sums = x.matmul(&weight.t()?)?.broadcast_add(&bias.unsqueeze(1)?)?;
@@ -109,7 +109,7 @@ fn whole(op: &Op, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Turns of rows `x` `[T, heads, width]` on the device.
-fn on_device(op: &Op, x: &Tensor, of: Option<&[Rotation]>) -> Result<Option<[Tensor; 2]>> {
+fn on_device(op: &Op, x: &Tensor, of: Option<&[Rotation]>) -> Result<Option<Turns>> {
     of.map(|of| turns(op, [of.len(), x.dim(2)?], |row| of[row].clone())).transpose()
 }
 
@@ -143,7 +143,7 @@ pub(super) fn centroids(op: &Op, of: &PerHead<Centroids>) -> Result<Tensor> {
     let alike = of.iter().all(|c| (c.clusters(), c.dim()) == (clusters, d));
     op.check(alike, "centroids", "of different numbers", "as many for each head")?;
     let mut tensors = of.kept.get(&op.device, || {
-        let all: Vec<f32> = of.iter().flat_map(|c| c.transposed.iter().copied()).collect();
+        let all = of.iter().map(|c| c.transposed.as_slice()).collect::<Vec<_>>().concat();
         let padded = all.len() / (of.len() * d);
         let transposed = op.upload(&all, [of.len(), d, padded])?.narrow(2, 0, clusters)?;
         Ok(vec![transposed.transpose(1, 2)?.contiguous()?])
@@ -160,7 +160,7 @@ pub(crate) fn products(of: &PerHead<Centroids>, q: &Tensor, turns: Option<&[Rota
     op.check(fits, "q", format_args!("{:?}", q.dims()), format_args!("queries for centroids of {} heads", of.len()))?;
     let layer = Layer { scale: 1.0 / (d as f32).sqrt(), ..raw(&centroids) };
     let turns = on_device(&op, q, turns)?;
-    kernels::project(&whole(&op, q)?, turns.as_ref().map(Turns::of), q_heads, &layer)
+    kernels::project(&whole(&op, q)?, turns.as_ref(), q_heads, &layer)
 }
 
 /// Products of keys `[T, kv_heads, d]`, f32, of whole blocks with their head's centroids: `[kv_heads, T, clusters]`.
@@ -176,8 +176,8 @@ fn raw(weight: &Tensor) -> Layer<'_> {
 /// Rows whose turns a thread makes at a time.
 const ROWS_AT_ONCE: usize = 256;
 
-/// Turns of so many rows of `width` numbers on the device: cosines, then sines `[T, width / 2]`.
-pub(super) fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Rotation + Sync) -> Result<[Tensor; 2]> {
+/// Turns of so many rows of `width` numbers on the device.
+fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Rotation + Sync) -> Result<Turns> {
     let half = width / 2;
     let parts: Vec<[Vec<f32>; 2]> = parallel::map(rows.div_ceil(ROWS_AT_ONCE), |unit| {
         let rows = unit * ROWS_AT_ONCE..rows.min((unit + 1) * ROWS_AT_ONCE);
@@ -186,9 +186,30 @@ pub(super) fn turns(op: &Op, [rows, width]: [usize; 2], of: impl Fn(usize) -> Ro
         [part(|t| t.0), part(|t| t.1)]
     });
     let part = |which: usize| {
-        let all: Vec<f32> = parts.iter().flat_map(|part| &part[which]).copied().collect();
+        let all = parts.iter().map(|part| part[which].as_slice()).collect::<Vec<_>>().concat();
         op.check(all.len() == rows * half, "turns", "of another width", format_args!("{half} pairs"))?;
         op.kept(&all, [rows, half])
     };
-    Ok([part(0)?, part(1)?])
+    Ok(Turns { cos: part(0)?, sin: part(1)? })
+}
+
+/// Turns of whole blocks' tokens on the device, by their positions: all layers of a step take in the same ones.
+#[derive(Debug, Default)]
+pub(crate) struct KeptTurns(Mutex<Vec<(Vec<usize>, Turns)>>);
+
+/// The turns of tokens at these positions, `width` numbers each. Those of whole blocks, which have no tape, are kept.
+pub(super) fn turns_at(op: &Op, of: &Rotations, (positions, width): (&[usize], usize), whole: bool) -> Result<Turns> {
+    let make = || turns(op, [positions.len(), width], |row| of.at(positions[row]));
+    if !whole {
+        return make();
+    }
+    let mut kept = of.kept.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let same = |(known, turns): &&(Vec<usize>, Turns)| known == positions && turns.cos.device().same_device(&op.device);
+    if let Some((_, turns)) = kept.iter().find(same) {
+        return Ok(turns.clone());
+    }
+    op.apart()?;
+    let made = make()?;
+    kept.push((positions.to_vec(), made.clone()));
+    Ok(made)
 }
