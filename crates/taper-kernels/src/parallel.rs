@@ -34,12 +34,13 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
     // A helper that comes late finds nothing left: no thread waits for another to wake up.
     match PLACE.take() {
         Some(place) => {
+            // Also when a unit panics.
+            let _back = Defer(|| PLACE.set(Some(place)));
             // SAFETY: `awake`, which this thread runs in or helps, keeps the team.
             match place {
                 Place::Leading(team) => unsafe { &*team }.share(&work),
                 Place::Working(team) => unsafe { &*team }.share_within(&work),
             }
-            PLACE.set(Some(place));
         }
         None => rayon::scope(|scope| {
             for _ in 1..rayon::current_num_threads().min(units) {
@@ -85,6 +86,8 @@ pub(crate) fn for_each_block(
 thread_local! {
     /// What this thread is to a team, unless it is at work on the innermost loop.
     static PLACE: Cell<Option<Place>> = const { Cell::new(None) };
+    /// Whether this thread leads a step or helps in one.
+    static IN_STEP: Cell<bool> = const { Cell::new(false) };
 }
 
 /// What a thread is to a team.
@@ -100,26 +103,45 @@ enum Place {
 /// few microseconds are shared out too. A thread that has to be woken comes 50 µs late.
 ///
 /// Units' own loops are shared out as well, a few at once, among threads that have no unit left.
-/// An idle thread offers its core to whoever else wants it, but does not sleep.
+/// An idle thread offers its core to whoever else wants it, but does not sleep. A step within a step is part of it.
 pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
+    if IN_STEP.get() {
+        return step();
+    }
     // Whoever calls from outside waits for a thread of the pool, which leads.
     rayon::scope(|_| {
-        let (team, leader) = (Arc::new(Team::default()), rayon::current_thread_index());
+        let (team, leader, threads) =
+            (Arc::new(Team::default()), rayon::current_thread_index(), rayon::current_num_threads());
         let helpers = Arc::clone(&team);
-        // A place for each thread, since one that looks for the pool's work would else take the next one's place within its
-        // own. A thread takes its place before any job of the step, which it might wait for there.
+        // A place for each thread: with places for any, one that looks for the pool's work would take the others' within its own.
         rayon::spawn_broadcast(move |thread| {
-            if Some(thread.index()) != leader {
+            if Some(thread.index()) == leader {
+                return;
+            }
+            helpers.arrived.fetch_add(1, Release);
+            // One that is in another step stays there: that one may wait for what this thread is at.
+            if !IN_STEP.replace(true) {
                 // What panicked is known to whoever waits for it.
                 _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| helpers.watch()));
+                IN_STEP.set(false);
             }
         });
-        let before = PLACE.replace(Some(Place::Leading(Arc::as_ptr(&team))));
+        let before = (IN_STEP.replace(true), PLACE.replace(Some(Place::Leading(Arc::as_ptr(&team)))));
         // Also when the step panics.
         let _end = Defer(|| {
-            PLACE.set(before);
+            IN_STEP.set(before.0);
+            PLACE.set(before.1);
             team.ended.store(true, Release);
         });
+        // The step's jobs for the pool (candle's) come when all have their places. A thread that came to its place from
+        // within such a job, where it waits for a part that a third one has, would not go back to it before the step's end.
+        let mut looks = 0;
+        while threads > 2 && team.arrived.load(Acquire) < threads - 1 {
+            // Among its own are other teams' places.
+            if rayon::yield_local() != Some(rayon::Yield::Executed) {
+                pause(&mut looks);
+            }
+        }
         step()
     })
 }
@@ -134,6 +156,8 @@ struct Team {
     loops: Slot,
     /// Those of its units.
     within: [Slot; WITHIN],
+    /// Threads that know of it.
+    arrived: CachePadded<AtomicUsize>,
     ended: CachePadded<AtomicBool>,
 }
 
@@ -236,8 +260,9 @@ impl Slot {
             return false;
         }
         self.helpers.fetch_add(1, SeqCst);
+        let already = std::thread::panicking();
         let _leave = Defer(|| {
-            if std::thread::panicking() {
+            if std::thread::panicking() && !already {
                 self.panicked.store(true, SeqCst);
             }
             self.helpers.fetch_sub(1, SeqCst);
@@ -256,7 +281,7 @@ impl Slot {
 
 /// Passes a moment of waiting; a longer wait offers the core to others, who may have pushed off the one waited for.
 fn pause(looks: &mut u32) {
-    *looks += 1;
+    *looks = looks.saturating_add(1);
     if *looks < IDLE_LOOKS {
         std::hint::spin_loop();
     } else {
@@ -284,7 +309,7 @@ pub(crate) unsafe fn written<T, const N: usize>(
     let mut all = lengths.map(Vec::with_capacity);
     let mut places = all.iter_mut().zip(lengths).map(|(buffer, len)| {
         if cfg!(test) {
-            // What stays unwritten is told: of floats these bytes are NaN.
+            // What stays unwritten is told in this crate's own tests: of floats these bytes are NaN.
             // SAFETY: any byte may stand where nothing does yet.
             unsafe { std::ptr::write_bytes::<T>(buffer.as_mut_ptr(), 0xFF, len) };
         }
@@ -320,7 +345,7 @@ pub(crate) unsafe fn rows<T: Send, const N: usize>(
         });
     };
     // SAFETY: the caller's.
-    unsafe { written(widths.map(|width| rows * width), all) }
+    unsafe { written(widths.map(|width| rows.checked_mul(width).expect("rows that memory holds")), all) }
 }
 
 /// A buffer whose disjoint parts several threads write.
@@ -343,7 +368,8 @@ impl<T> SharedMut<T> {
     /// The buffer outlives the result and no two threads hold overlapping ranges.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn slice<'a>(&self, start: usize, len: usize) -> &'a mut [T] {
-        assert!(start + len <= self.1, "range {start}..{} of {}", start + len, self.1);
+        let inside = start.checked_add(len).is_some_and(|end| end <= self.1);
+        assert!(inside, "{len} elements from {start} on, of {}", self.1);
         unsafe { std::slice::from_raw_parts_mut(self.0.add(start), len) }
     }
 
@@ -372,7 +398,7 @@ mod tests {
 
     #[test]
     fn what_stays_unwritten_is_told() {
-        // SAFETY: numbers of any bytes.
+        // SAFETY: it does not, which is what is tested: any bytes are a number.
         let [out] = unsafe { rows::<f32, 1>(3, [2], |row, [to]| _ = to[0].write(row as f32)) };
         assert!(
             out.iter().enumerate().all(|(i, x)| if i % 2 == 0 { *x == (i / 2) as f32 } else { x.is_nan() }),
@@ -416,6 +442,33 @@ mod tests {
         for threads in [2, 5, 9] {
             in_pool(threads, || (0..20).for_each(|_| awake(|| together(threads))));
         }
+    }
+
+    #[test]
+    fn steps_at_once_in_one_pool_end() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..300 {
+                        // With the pool's own work in them, parts of which wait for one another.
+                        let halves = || rayon::join(|| rayon::join(|| sum(20), || sum(9)), || sum(30));
+                        assert_eq!(pool.install(|| awake(halves)), ((210, 45), 465));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_step_that_goes_on_behind_a_panic_still_has_its_helpers() {
+        in_pool(4, || {
+            awake(|| {
+                let bad = || for_each(8, || (), |(), i| assert_ne!(i, 0));
+                assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(bad)).is_err());
+                assert!(PLACE.get().is_some());
+            });
+        });
     }
 
     #[test]

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use taper_kernels::budget::{Promise, Rule};
-use taper_kernels::decode::{Certainty, DecodeRow, HeadSelection, Sampling, foresee, sample, sample_certain};
+use taper_kernels::decode::{Certainty, DecodeRow, Sampling, foresee, sample, sample_certain};
 use taper_kernels::index::{Part, norms};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
 use taper_kv_cache::IndexShape;
@@ -243,12 +243,13 @@ impl VAttention {
         let pages = (step.index(&BOUNDS)?, step.index(&ValueNorms)?);
         let (selection, budgets) =
             sample_certain(&step.batch, &exact.selection, exact.scores.as_ref(), step.streams, pages, &how)?;
-        // Pages are looked at for heads of which something is left to bound; on a device for all.
-        let dense = |head: usize| exact.selection.heads().is_ok_and(|heads| heads[head] == HeadSelection::Dense);
         let pages = step.per_head(|row| row.visible.len().div_ceil(PAGE));
+        let group = budgets.len() / pages.len().max(1);
+        // Pages are looked at for heads that have a first look; a device tells of those later, and all count.
+        let looked = |head: usize| budgets.get(head * group).is_none_or(|budget| budget.pilot > 0);
         let mut scored = exact.scored;
         scored.resize(step.batch.rows.len(), 0);
-        for (head, pages) in pages.into_iter().enumerate().filter(|(head, _)| !dense(*head)) {
+        for (head, pages) in pages.into_iter().enumerate().filter(|(head, _)| looked(*head)) {
             scored[head / step.kv_heads] += pages;
         }
         Ok(Choice { selection, budgets: Some(budgets), scored, ..exact })

@@ -39,6 +39,8 @@ pub(super) struct Needs {
     chunk_token: u64,
     /// What a sample takes of a token.
     sampled_token: u64,
+    /// A position's turn, where an index takes in a prompt's keys with the rotary embedding taken off.
+    turned_token: u64,
     /// What a step makes: the rows of a layer, and logits.
     step: u64,
 }
@@ -56,6 +58,7 @@ impl Needs {
             context: config.context_length as u64,
             chunk_token: f32s(hidden_size + (q_heads + 1) * head_dim),
             sampled_token: DRAWN_BYTES * kv_heads as u64 + f32s(q_heads),
+            turned_token: f32s(head_dim),
             step: PROMPT_ROWS as u64 * row + SCORED_ROWS as u64 * f32s(2 * vocab_size),
         }
     }
@@ -88,7 +91,7 @@ impl Needs {
             free,
             spare: free / SPARE,
             graphs: GRAPHS,
-            samples: self.sampled_token * sampled_tokens,
+            samples: self.sampled_token * sampled_tokens + self.turned_token * self.context,
             least: self.least(),
             chunks: (CHUNKS * self.context).min(blocks * BLOCK_TOKENS as u64) * self.chunk_token,
             indices: self.elsewhere * self.block / 2 + blocks * (self.block / 2),
@@ -223,7 +226,8 @@ mod tests {
     use proptest::prelude::*;
 
     const GIB: u64 = 1 << 30;
-    const SMALL: Needs = Needs { block: 100, elsewhere: 0, context: 256, chunk_token: 0, sampled_token: 0, step: 0 };
+    const SMALL: Needs =
+        Needs { block: 100, elsewhere: 0, context: 256, chunk_token: 0, sampled_token: 0, turned_token: 0, step: 0 };
 
     fn said(blocks: Result<usize, LoadError>) -> String {
         blocks.unwrap_err().to_string()
@@ -294,11 +298,12 @@ mod tests {
             context in 1u64..1 << 20,
             chunk_token in 0u64..1 << 17,
             sampled_token in 0u64..1 << 11,
+            turned_token in 0u64..1 << 11,
             step in 0u64..4 * GIB,
             free in 0u64..300 * GIB,
             more in 0u64..8 * GIB,
         ) {
-            let needs = Needs { block, elsewhere, context, chunk_token, sampled_token, step };
+            let needs = Needs { block, elsewhere, context, chunk_token, sampled_token, turned_token, step };
             let sum = needs.sum(free);
             prop_assert!(sum.blocks == 0 || sum.all() <= free, "{:?}", sum);
             prop_assert!(needs.sum(free + more).blocks >= sum.blocks);

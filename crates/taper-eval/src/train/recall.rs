@@ -20,12 +20,12 @@ pub struct Recall {
     pub queries: u64,
     /// Mean share of the far attention mass in the keys read, for each of [`SHARES`]; `null` in a file where scores were no
     /// numbers.
-    #[serde(deserialize_with = "finite_or_nan")]
+    #[serde(deserialize_with = "each_finite_or_nan")]
     pub mass: [f64; 4],
 }
 
 /// JSON knows no NaN: it is written as `null`.
-fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<[f64; 4], D::Error> {
+fn each_finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<[f64; 4], D::Error> {
     Ok(<[Option<f64>; 4]>::deserialize(from)?.map(|x| x.unwrap_or(f64::NAN)))
 }
 

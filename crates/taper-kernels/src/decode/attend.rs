@@ -123,8 +123,10 @@ fn units(rows: &[super::DecodeRow], heads: &[HeadSelection], kv_heads: usize) ->
     for (i, head) in heads.iter().enumerate() {
         let (row, head_index) = (i / kv_heads, i % kv_heads);
         let len = if known(head).is_some() { 0 } else { head.len(&rows[row].visible) };
-        let cut = |start| Unit { row, head: head_index, span: start..(start + UNIT_TOKENS).min(len) };
-        units.extend((0..len).step_by(UNIT_TOKENS).map(cut));
+        // Short lists are cut finer, so that there are units for more threads.
+        let each = if len < SHORT_TOKENS { SHARED_TOKENS } else { UNIT_TOKENS };
+        let cut = |start| Unit { row, head: head_index, span: start..(start + each).min(len) };
+        units.extend((0..len).step_by(each).map(cut));
     }
     units
 }
@@ -312,6 +314,8 @@ pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
 
 /// Tokens of one head that a thread works on at a time beside others at the same head: fewer are not worth another thread.
 const SHARED_TOKENS: usize = 256;
+/// Lists below it are cut into units of as many.
+const SHORT_TOKENS: usize = 4096;
 
 /// The partial `[group, 2 + head_dim]` of one row and head over a selection, not normalised.
 pub(super) fn attend_head<T: KvElement>(
