@@ -6,20 +6,30 @@ use base64::Engine;
 use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use serde_json::Value;
 use std::path::Path;
+use tokenizers::normalizers::Precompiled;
 
-/// Bytes that normalizers may make of one. SentencePiece's make twelve at most, where a text of spaces alone has one before it.
+/// Bytes that normalizers and pre-tokenizers may make of one. T5's make 176 at most: eleven by its table, four by the
+/// expression for many spaces, and four where each letter were a piece.
 const GROWTH_MAX: usize = 256;
 
 /// Pieces that a post-processor may put together, each the text or a special token, and tokens that it may have for one.
 const PIECES_MAX: usize = 64;
 
-/// Refuses a file whose normalizers or post-processors make too much of a text. What decodes makes nothing: tokens are
-/// turned into text without it.
-pub(super) fn check(path: &Path, normalizer: &Value, post_processor: &Value) -> Result<(), ModelError> {
+/// Refuses a file whose normalizers, pre-tokenizers or post-processors make too much of a text. What decodes makes
+/// nothing: tokens are turned into text without it.
+pub(super) fn check(
+    path: &Path,
+    normalizer: &Value,
+    pre_tokenizer: &Value,
+    post_processor: &Value,
+) -> Result<(), ModelError> {
     let growth = normalized(normalizer).map_err(|reason| ModelError::invalid(path, "normalizer", reason))?;
-    if growth > GROWTH_MAX {
-        let reason = format!("makes up to {growth} bytes of one; at most {GROWTH_MAX} are taken");
-        return Err(ModelError::invalid(path, "normalizer", reason));
+    // Pieces are cut of what normalizers have made.
+    for (part, growth) in [("normalizer", growth), ("pre_tokenizer", growth.saturating_mul(cut(pre_tokenizer)))] {
+        if growth > GROWTH_MAX {
+            let reason = format!("makes up to {growth} bytes of one; at most {GROWTH_MAX} are taken");
+            return Err(ModelError::invalid(path, part, reason));
+        }
     }
     let pieces = put_together(post_processor);
     if pieces > PIECES_MAX {
@@ -38,20 +48,43 @@ fn normalized(normalizer: &Value) -> Result<usize, String> {
     let sequence =
         all.map(normalized).try_fold(1usize, |product, one| Ok::<_, String>(product.saturating_mul(one?)))?;
     let replaced = match &normalizer["pattern"]["String"] {
-        Value::String(pattern) => bytes(&normalizer["content"]).div_ceil(pattern.len().max(1)),
-        // An expression may fit between two characters as well.
+        Value::String(pattern) if !pattern.is_empty() => bytes(&normalizer["content"]).div_ceil(pattern.len()),
+        // An expression may fit between two characters, as an empty text does.
         _ => bytes(&normalizer["content"]) + 1,
     };
     // It stands before each part of a text between special tokens.
     let prepended = bytes(&normalizer["prepend"]) + 1;
-    // Nearly every byte becomes a letter of two, each time.
-    let spelt = if normalizer["type"] == "ByteLevel" { 2 } else { 1 };
+    let spelt = match normalizer["type"].as_str() {
+        // Nearly every byte becomes a letter of two, each time; those that become longer in lower case are of two as well.
+        Some("ByteLevel" | "Lowercase") => 2,
+        // A letter's parts: of one in Sinhala three times as long, and eleven times where a letter is a phrase.
+        Some("NFC" | "NFD") => 3,
+        Some("NFKC" | "NFKD") => 11,
+        // Takes letters apart, and puts spaces around Chinese ones.
+        _ if !normalizer["handle_chinese_chars"].is_null() => 3,
+        _ => 1,
+    };
     let mapped = normalizer["precompiled_charsmap"].as_str().map_or(Ok(1), longest_mapped)?;
     Ok(sequence.max(replaced).max(prepended).max(spelt).max(mapped))
 }
 
-/// The longest text that a table of SentencePiece's has for some characters: in base64 the bytes of a trie, the trie, and
-/// texts that each end with a 0.
+/// The same of a pre-tokenizer's pieces, each of which may be a byte.
+fn cut(pre_tokenizer: &Value) -> usize {
+    let all = pre_tokenizer["pretokenizers"].as_array().into_iter().flatten();
+    let sequence = all.map(cut).fold(1, |product: usize, one| product.saturating_mul(one));
+    let spelt = match (pre_tokenizer["type"] == "ByteLevel", &pre_tokenizer["add_prefix_space"]) {
+        (false, _) => 1,
+        (true, Value::Bool(false)) => 2,
+        // A space before each piece is a letter of two as well.
+        (true, _) => 4,
+    };
+    // It stands for each space, and before each piece.
+    let replaced = pre_tokenizer["replacement"].as_str().map_or(1, |replacement| replacement.len() + 1);
+    sequence.max(spelt).max(replaced)
+}
+
+/// The most bytes of a text that a table of SentencePiece's has for some characters, for one of theirs. It is in base64:
+/// the bytes of a trie, the trie, and texts that each end with a 0.
 fn longest_mapped(table: &str) -> Result<usize, String> {
     const BASE64: GeneralPurpose = GeneralPurpose::new(
         &base64::alphabet::STANDARD,
@@ -63,7 +96,17 @@ fn longest_mapped(table: &str) -> Result<usize, String> {
     let texts = rest.get(trie as usize..).filter(|_| trie > 0).ok_or_else(|| {
         format!("has a precompiled_charsmap with a trie of {trie} bytes, of which there are {}", rest.len())
     })?;
-    Ok(texts.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(0))
+    let longest = texts.split(|&byte| byte == 0).map(<[u8]>::len).max().unwrap_or(0);
+    if longest.div_ceil(3) > GROWTH_MAX {
+        return Ok(longest);
+    }
+    // The longest stand for characters of three bytes; which stand for shorter ones, the library tells.
+    let short = ('\u{1}'..'\u{800}').map(String::from).chain(["\r\n".to_owned()]);
+    let short = super::guarded(|| {
+        let table = Precompiled::from(&table)?;
+        Ok(short.map(|text| table.transform(&text).map_or(0, str::len).div_ceil(text.len())).max())
+    })?;
+    Ok(longest.div_ceil(3).max(short.unwrap_or(0)))
 }
 
 /// As of normalizers, all fields count.
@@ -89,11 +132,12 @@ mod tests {
         let sequence = |all: Vec<Value>| json!({"type": "Sequence", "normalizers": all});
         let prepend = json!({"type": "Prepend", "prepend": "▁"});
         let check = |normalizer: Value| {
-            check(Path::new("tokenizer.json"), &normalizer, &Value::Null).map_err(|e| e.to_string())
+            check(Path::new("tokenizer.json"), &normalizer, &Value::Null, &Value::Null).map_err(|e| e.to_string())
         };
         for good in [
             Value::Null,
             json!({"type": "NFC"}),
+            sequence(vec![json!({"type": "NFKC"}), replace(space(), "▁")]),
             sequence(vec![prepend.clone(), replace(space(), "▁")]),
             sequence(vec![replace(json!({"Regex": " {2,}"}), " "), prepend, replace(space(), "▁")]),
             replace(json!({"String": "long"}), &"x".repeat(1024)),
@@ -104,6 +148,7 @@ mod tests {
         for (bad, growth) in [
             (replace(space(), &"x".repeat(1 << 20)), "1048576"),
             (replace(json!({"Regex": ""}), &"x".repeat(256)), "257"),
+            (replace(json!({"String": ""}), &"x".repeat(256)), "257"),
             (sequence(vec![sequence(vec![doubled])]), "1152921504606846976"),
             (json!({"type": "Prepend", "prepend": "x".repeat(300)}), "301"),
             (sequence(vec![json!({"type": "ByteLevel"}); 9]), "512"),
@@ -114,6 +159,79 @@ mod tests {
                 format!("tokenizer.json: normalizer: makes up to {growth} bytes of one; at most 256 are taken")
             );
         }
+    }
+
+    #[test]
+    fn pieces_grow_after_their_text_has() {
+        let sequence = |all: Vec<Value>| json!({"type": "Sequence", "pretokenizers": all});
+        let byte_level = |space: bool| json!({"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true, "use_regex": false});
+        let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+        let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
+        let nfkc = json!({"type": "NFKC"});
+        let check = |normalizer: &Value, pre_tokenizer: &Value| {
+            check(Path::new("t"), normalizer, pre_tokenizer, &Value::Null).map_err(|e| e.to_string())
+        };
+        for good in [
+            byte_level(true),
+            sequence(vec![split("x"), byte_level(false)]),
+            sequence(vec![json!({"type": "Digits", "individual_digits": true}), byte_level(true)]),
+            metaspace.clone(),
+            sequence(vec![json!({"type": "WhitespaceSplit"}), metaspace.clone()]),
+        ] {
+            check(&Value::Null, &good).unwrap();
+            check(&nfkc, &good).unwrap();
+        }
+        for (bad, growth) in [
+            (sequence(vec![byte_level(false); 40]), "1099511627776"),
+            (sequence(vec![sequence(vec![byte_level(true); 5])]), "1024"),
+            (sequence(vec![metaspace.clone(); 5]), "1024"),
+        ] {
+            let says = format!("t: pre_tokenizer: makes up to {growth} bytes of one; at most 256 are taken");
+            assert_eq!(check(&Value::Null, &bad), Err(says));
+        }
+        assert!(check(&nfkc, &sequence(vec![byte_level(false); 4])).is_ok());
+        assert!(check(&nfkc, &sequence(vec![byte_level(false); 5])).is_err());
+        // So the library makes them.
+        for (pre_tokenizer, text) in [
+            (byte_level(true), "\u{1}"),
+            (byte_level(false), "é"),
+            (sequence(vec![split("(?s:.)"), byte_level(true)]), "\u{1}\u{1}"),
+            (sequence(vec![byte_level(true); 3]), "\u{1}"),
+            (sequence(vec![split("(?s:.)"), metaspace]), "aa"),
+        ] {
+            use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer, PreTokenizerWrapper};
+            let library: PreTokenizerWrapper = serde_json::from_value(pre_tokenizer.clone()).unwrap();
+            let mut pieces = PreTokenizedString::from(text);
+            library.pre_tokenize(&mut pieces).unwrap();
+            let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+            let made: usize = pieces.iter().map(|piece| piece.0.len()).sum();
+            assert!(made > text.len() && made <= text.len() * cut(&pre_tokenizer), "{pre_tokenizer}: {made}");
+        }
+    }
+
+    #[test]
+    fn letters_are_taken_apart() {
+        use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
+        let bert = json!({"clean_text": true, "handle_chinese_chars": true, "strip_accents": null, "lowercase": true});
+        for (part, text, made) in [
+            (json!({"type": "NFKC"}), "\u{fdfa}", 33),
+            (json!({"type": "NFKD"}), "\u{fdfa}", 33),
+            (json!({"type": "NFC"}), "\u{1d1c0}", 12),
+            (json!({"type": "NFD"}), "\u{ddd}", 9),
+            (json!({"type": "Lowercase"}), "\u{23e}", 3),
+            (bert, "\u{ddd}", 6),
+            (json!({"type": "Replace", "pattern": {"String": ""}, "content": "xx"}), "aaaa", 14),
+        ] {
+            let mut normalized_text = NormalizedString::from(text);
+            let library: NormalizerWrapper = serde_json::from_value(part.clone()).unwrap();
+            library.normalize(&mut normalized_text).unwrap();
+            let growth = normalized(&part).unwrap();
+            assert_eq!(normalized_text.get().len(), made, "{part}");
+            // A text that is replaced stands before the first letter too.
+            assert!(made <= growth * text.len() + 2, "{part}: {growth}");
+        }
+        let all = json!({"type": "Sequence", "normalizers": vec![json!({"type": "NFKD"}); 3]});
+        assert_eq!(normalized(&all), Ok(1331));
     }
 
     #[test]
@@ -136,7 +254,7 @@ mod tests {
             json!({"normalizers": [{"type": "NFC"}, {"pattern": {"String": "a"}, "content": long}]}),
         ];
         for part in parts {
-            let told = check(Path::new("t"), &part, &Value::Null).unwrap_err().to_string();
+            let told = check(Path::new("t"), &part, &Value::Null, &Value::Null).unwrap_err().to_string();
             assert!(told.contains("at most 256 are taken"), "{told}");
         }
         // So the library reads them.
@@ -153,22 +271,37 @@ mod tests {
         assert_eq!((tokens(replace, Value::Null), tokens(Value::Null, template)), (6, 4));
         let template = json!({"type": "Other", "single": vec![json!({}); 65], "pair": [], "special_tokens": {}});
         for processor in [template.clone(), json!({"processors": [template]})] {
-            assert!(check(Path::new("t"), &Value::Null, &processor).is_err());
+            assert!(check(Path::new("t"), &Value::Null, &Value::Null, &processor).is_err());
         }
     }
 
     #[test]
     fn a_table_of_characters_says_what_it_makes_of_one() {
-        let table = |trie: u32, there: usize, texts: &[u8]| {
-            let bytes = [&trie.to_le_bytes()[..], &vec![0; there], texts].concat();
-            json!({"type": "Precompiled", "precompiled_charsmap": base64::prelude::BASE64_STANDARD.encode(bytes)})
+        let coded = |bytes: Vec<u8>| json!({"type": "Precompiled", "precompiled_charsmap": base64::prelude::BASE64_STANDARD.encode(bytes)});
+        let table =
+            |trie: u32, there: usize, texts: &[u8]| coded([&trie.to_le_bytes()[..], &vec![0; there], texts].concat());
+        let check = |normalizer: Value| {
+            check(Path::new("t"), &normalizer, &Value::Null, &Value::Null).map_err(|e| e.to_string())
         };
-        let check = |normalizer: Value| check(Path::new("t"), &normalizer, &Value::Null).map_err(|e| e.to_string());
-        check(table(8, 8, "fi\0صلى الله عليه وسلم\0".as_bytes())).unwrap();
+        let phrase = "fi\0صلى الله عليه وسلم\0".as_bytes();
+        check(table(1024, 1024, phrase)).unwrap();
+        assert_eq!(normalized(&table(1024, 1024, phrase)), Ok(11));
+        let spaces = json!({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"});
+        let t5 = json!({"type": "Sequence", "normalizers": [table(1024, 1024, phrase), spaces]});
+        let metaspace = json!({"type": "Metaspace", "replacement": "▁", "add_prefix_space": true});
+        super::check(Path::new("t"), &t5, &metaspace, &Value::Null).unwrap();
+        // The phrase for an `a`: a unit says what it is for, that a text is there, and what turns its place into that of
+        // the text's beginning.
+        let mut trie = vec![0u32; 256];
+        trie[usize::from(b'a')] = u32::from(b'a') | 1 << 8 | 1 << 10;
+        trie[usize::from(b'a') ^ 1] = 3;
+        let trie: Vec<u8> = trie.iter().flat_map(|unit| unit.to_le_bytes()).collect();
+        assert_eq!(normalized(&coded([&1024u32.to_le_bytes()[..], &trie, phrase].concat())), Ok(33));
         for (bad, says) in [
             (table(8, 8, &[b'x'; 1 << 20]), "makes up to 1048576 bytes of one"),
             (table(u32::MAX, 8, b"x"), "a trie of 4294967295 bytes, of which there are 9"),
             (table(0, 0, b"x"), "a trie of 0 bytes"),
+            (table(8, 8, b"x"), "contradict each other"),
             (json!({"type": "Precompiled", "precompiled_charsmap": "?"}), "no base64"),
         ] {
             let told = check(bad).unwrap_err();
@@ -183,7 +316,7 @@ mod tests {
             let special = json!({"<s>": {"id": "<s>", "ids": vec![1; ids], "tokens": vec!["<s>"; ids]}});
             json!({"type": "TemplateProcessing", "single": vec![&text; pieces], "pair": [], "special_tokens": special})
         };
-        let check = |processor: Value| check(Path::new("t"), &Value::Null, &processor).is_ok();
+        let check = |processor: Value| check(Path::new("t"), &Value::Null, &Value::Null, &processor).is_ok();
         assert!(check(template(3, 1)) && check(json!({"type": "ByteLevel"})));
         assert!(!check(template(65, 1)) && !check(template(3, 65)));
         assert!(!check(json!({"type": "Sequence", "processors": vec![template(3, 1); 4]})));

@@ -123,6 +123,8 @@ fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
         #[serde(default)]
         normalizer: serde_json::Value,
         #[serde(default)]
+        pre_tokenizer: serde_json::Value,
+        #[serde(default)]
         post_processor: serde_json::Value,
     }
     #[derive(Deserialize)]
@@ -140,7 +142,7 @@ fn from_json(path: &Path) -> Result<tokenizers::Tokenizer, ModelError> {
             "a prefix of pieces within a word",
         ));
     }
-    growth::check(path, &raw.normalizer, &raw.post_processor)?;
+    growth::check(path, &raw.normalizer, &raw.pre_tokenizer, &raw.post_processor)?;
     let mut inner: tokenizers::Tokenizer =
         guarded(|| text.parse()).map_err(|e| ModelError::invalid(path, "tokenizer", e))?;
     // Some files carry the settings of a training run.
