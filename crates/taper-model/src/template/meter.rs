@@ -35,16 +35,17 @@ const WIDEST: usize = 20_000;
 const PLACE: usize = 32;
 
 /// Filters that look at no more than one element.
-const FREE: [&str; 7] = ["count", "d", "default", "defined", "first", "last", "length"];
+const FREE: [&str; 6] = ["count", "d", "default", "defined", "first", "length"];
 
 /// Filters that hand on the elements of what they are given.
-const SHALLOW: [&str; 19] = [
+const SHALLOW: [&str; 20] = [
     "attr",
     "batch",
     "chain",
     "dictsort",
     "groupby",
     "items",
+    "last",
     "list",
     "max",
     "min",
@@ -118,6 +119,9 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
             if named.args().next().is_some() {
                 args.push(Value::from(named));
             }
+            if !FREE.contains(&name) {
+                with_lengths(state, args.iter_mut())?;
+            }
             charge_call(state, name, &args)?;
             match args.get(1).and_then(Value::as_str).filter(|_| name == "map") {
                 // What it has done to each is counted for each.
@@ -131,7 +135,10 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
     }
     for (name, expression) in OPERATORS {
         let plain = plain.clone();
-        environment.add_filter(name, move |state: &mut State<'_, '_>, a: Value, b: Value| {
+        environment.add_filter(name, move |state: &mut State<'_, '_>, mut a: Value, mut b: Value| {
+            if name != "in" {
+                with_lengths(state, [&mut a, &mut b])?;
+            }
             let times = if name == "*" { a.as_usize().or(b.as_usize()).unwrap_or(1) } else { 1 };
             for value in [&a, &b] {
                 charge(state, size(value).saturating_mul(times))?;
@@ -154,7 +161,8 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
     });
     environment.add_filter(
         SLICE,
-        move |state: &mut State<'_, '_>, of: Value, start: Value, stop: Value, step: Value| {
+        move |state: &mut State<'_, '_>, mut of: Value, start: Value, stop: Value, step: Value| {
+            with_lengths(state, [&mut of])?;
             // From the end on a text's letters are taken apart first.
             let apart = if i64::try_from(step.clone()).is_ok_and(|step| step < 0) { size_of::<char>() } else { 1 };
             charge(state, size(&of).saturating_mul(apart))?;
@@ -168,6 +176,7 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
             if named.args().next().is_some() {
                 args.push(Value::from(named));
             }
+            with_lengths(state, args.iter_mut())?;
             for value in args.iter() {
                 charge(state, size(value))?;
             }
@@ -177,8 +186,10 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
     // It prints all that there is, as often as it is asked.
     environment.remove_global("debug");
     environment.set_unknown_method_callback(|state, value, method, args| {
-        let all: Vec<Value> = std::iter::once(value.clone()).chain(args.iter().cloned()).collect();
+        let mut all: Vec<Value> = std::iter::once(value.clone()).chain(args.iter().cloned()).collect();
+        with_lengths(state, &mut all)?;
         charge_call(state, method, &all)?;
+        let (value, args) = (&all[0], &all[1..]);
         if let Some(called) = methods::call(value, method, args) {
             return called;
         }
@@ -247,6 +258,18 @@ pub(super) fn render(
     Ok(text)
 }
 
+/// Makes lists of what can be walked through but has no length, such as a text and a list in a chain, and counts their
+/// places: nobody could say before how much comes of it.
+fn with_lengths<'a>(state: &mut State<'_, '_>, values: impl IntoIterator<Item = &'a mut Value>) -> Result<(), Error> {
+    for value in values {
+        if value.kind() == ValueKind::Iterable && value.len().is_none() {
+            let one = |item| charge(state, PLACE).map(|()| item);
+            *value = value.try_iter()?.map(one).collect::<Result<Vec<_>, _>>()?.into();
+        }
+    }
+    Ok(())
+}
+
 /// Counts what goes into a filter or a method, and what may come out of those that make more of it.
 fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<(), Error> {
     let text = |i: usize| args.get(i).and_then(Value::as_str).unwrap_or_default();
@@ -274,7 +297,8 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
             // A filter joins its first argument by its second, a method the other way about.
             let (first, second) = (args.first(), args.get(1));
             let places = |value: Option<&Value>| value.and_then(Value::len).unwrap_or(0);
-            places(first).saturating_mul(text(1).len()).max(places(second).saturating_mul(text(0).len()))
+            let between = places(first).saturating_mul(text(1).len()).max(places(second).saturating_mul(text(0).len()));
+            between.saturating_add(text(0).len().saturating_mul(PLACE))
         }
         "replace" => (text(0).len() / text(1).len().max(1) + 1).saturating_mul(text(2).len()),
         "center" | "ljust" | "rjust" => WIDTH_MAX as usize * text(2).len().max(1),
@@ -292,7 +316,9 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
         }),
         "lines" | "splitlines" => text(0).lines().count().saturating_mul(PLACE),
         // As is each letter of a text.
-        "list" | "batch" | "slice" | "sort" | "unique" => text(0).len().saturating_mul(PLACE),
+        "batch" | "groupby" | "list" | "map" | "max" | "min" | "reject" | "rejectattr" | "select" | "selectattr"
+        | "slice" | "sort" | "sum" | "unique" => text(0).len().saturating_mul(PLACE),
+        "chain" | "zip" => args.iter().filter_map(Value::as_str).map(str::len).sum::<usize>().saturating_mul(PLACE),
         _ => 0,
     };
     charge(state, more)?;
@@ -349,14 +375,16 @@ pub(super) fn charge_deep(state: &mut State<'_, '_>, value: &Value, depth: usize
 
 fn charge_laid_out(state: &mut State<'_, '_>, value: &Value, depth: usize, layout: Layout) -> Result<(), Error> {
     charge(state, PLACE + size(value) + layout.between + layout.indent * depth)?;
-    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) || value.len().is_none() {
+    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) {
         return Ok(());
     }
+    // Macros and the like call themselves mappings.
+    let Ok(keys) = value.try_iter() else { return Ok(()) };
     if depth > DEPTH_MAX {
         let reason = format!("nests lists and mappings more than {DEPTH_MAX} levels deep");
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
-    for key in value.try_iter()? {
+    for key in keys {
         if value.kind() == ValueKind::Map {
             charge(state, PLACE + size(&key))?;
             charge_laid_out(state, &value.get_item(&key)?, depth + 1, layout)?;

@@ -88,6 +88,26 @@ const COPIED: &[&str] = &[
     "{% set ns = namespace(s=[1] * 100000) %}{% for i in range(190) %}{% set ns.s = [ns.s] %}{% endfor %}{{ ns.s | tojson(indent=100) }}",
     "{{ ([1] * 1000000) | tojson(separators=['a' * 3000, ':']) }}",
     "{{ (['a' * 1000000] * 2000) | sum(start='') | length }}",
+    "{{ ('x' * 100000000) | select | length }}",
+    "{{ ('x' * 100000000) | reject('none') | length }}",
+    "{{ ('x' * 100000000) | selectattr('a', 'undefined') | length }}",
+    "{{ ('x' * 100000000) | rejectattr('a') | length }}",
+    "{{ ('x' * 100000000) | groupby('a') | length }}",
+    "{{ ('x' * 100000000) | map('default') | length }}",
+    "{{ ('x' * 100000000) | map('first') | length }}",
+    "{{ ('x' * 100000000) | map(attribute='a', default=1) | length }}",
+    "{{ ('x' * 100000000) | join('') | length }}",
+    "{{ ('x' * 100000000) | chain([1]) | list | length }}",
+    "{{ ('x' * 100000000) | chain([1]) | last }}",
+    "{{ [('x' * 100000000) | chain([1])] | tojson | length }}",
+    "{{ ([1] | chain('x' * 100000000))[::-1] | length }}",
+    "{{ [1] | chain('x' * 100000000) | map('default') | length }}",
+    "{{ ('x' * 100000000) | zip('y' * 100000000) | list | length }}",
+    "{{ ('x' * 100000000) | zip('y' | chain('y' * 100000000)) | list | length }}",
+    "{{ (('x' * 100000) | chain([1])) | join('b' * 100000) | length }}",
+    "{{ ('b' * 100000).join(('x' * 100000) | chain([1])) | length }}",
+    "{% set ns = namespace(s='x' | chain([1])) %}{% for i in range(64) %}{% set ns.s = ns.s | chain(ns.s) %}{% endfor %}{{ ns.s | list | length }}",
+    "{% set ns = namespace(s='x' | chain([1])) %}{% for i in range(64) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s | list | length }}",
 ];
 
 /// Numbers that say how much.
@@ -177,6 +197,21 @@ fn a_long_conversation_renders_by_a_template_that_looks_at_all_of_it_for_each_me
     let messages: Vec<_> = (0..300).map(|_| ChatMessage::new("user", "abcx".repeat(250))).collect();
     let rendered = template.render(&messages, true, &Map::new()).unwrap();
     assert!(rendered.starts_with("601300602299") && rendered.len() > 300_000, "{:.100}", rendered);
+}
+
+#[test]
+fn what_has_no_length_is_walked_through_like_a_list() {
+    for (template, text) in [
+        ("{{ 'ab' | chain([1], 'c') | list }}", "['a', 'b', 1, 'c']"),
+        ("{{ 'ab' | chain([1]) | chain('c') | last }}", "c"),
+        ("{{ 'ab' | chain([1]) | map('default') | join('-') }}", "a-b-1"),
+        ("{{ 'ab' | zip('cd' | chain([1])) | list }}", "[['a', 'c'], ['b', 'd']]"),
+        ("{{ ('ab' | chain([1]))[::-1] | list }}", "[1, 'b', 'a']"),
+        ("{{ '-'.join('ab' | chain('c')) }}", "a-b-c"),
+        ("{{ 'ab' | select | list }}{{ 'ab' | map('upper') | list }}", "['a', 'b']['A', 'B']"),
+    ] {
+        assert_eq!(rendered(template.to_owned()).unwrap(), text, "{template}");
+    }
 }
 
 #[test]
