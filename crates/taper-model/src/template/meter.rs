@@ -316,8 +316,15 @@ fn charge_call(state: &mut State<'_, '_>, name: &str, args: &[Value]) -> Result<
         }),
         "lines" | "splitlines" => text(0).lines().count().saturating_mul(PLACE),
         // As is each letter of a text.
-        "batch" | "groupby" | "list" | "map" | "max" | "min" | "reject" | "rejectattr" | "select" | "selectattr"
-        | "slice" | "sort" | "sum" | "unique" => text(0).len().saturating_mul(PLACE),
+        "batch" | "list" | "map" | "max" | "min" | "reject" | "rejectattr" | "select" | "selectattr" | "slice"
+        | "sum" | "unique" => text(0).len().saturating_mul(PLACE),
+        // Beside what it is sorted by, of which there may be several.
+        "groupby" | "sort" => {
+            let by =
+                args.iter().filter_map(|value| Kwargs::try_from(value.clone()).ok()?.peek::<String>("attribute").ok());
+            let places = by.map(|by| by.matches(',').count() + 1).sum::<usize>() + 1;
+            args.first().and_then(Value::len).unwrap_or(0).saturating_mul(PLACE).saturating_mul(places)
+        }
         "chain" | "zip" => args.iter().filter_map(Value::as_str).map(str::len).sum::<usize>().saturating_mul(PLACE),
         _ => 0,
     };

@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn pieces_grow_after_their_text_has() {
         let sequence = |all: Vec<Value>| json!({"type": "Sequence", "pretokenizers": all});
-        let byte_level = |space: bool| json!({"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true, "use_regex": false});
+        let byte_level = |space: bool| json!({"type": "ByteLevel", "add_prefix_space": space, "trim_offsets": true});
         let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
         let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true});
         let nfkc = json!({"type": "NFKC"});

@@ -93,6 +93,8 @@ const COPIED: &[&str] = &[
     "{{ ('x' * 100000000) | selectattr('a', 'undefined') | length }}",
     "{{ ('x' * 100000000) | rejectattr('a') | length }}",
     "{{ ('x' * 100000000) | groupby('a') | length }}",
+    "{{ ('x' * 5000000) | sort(attribute='a,b,c') | length }}",
+    "{{ ([1] * 100000) | sort(attribute='a,' * 1000) | length }}",
     "{{ ('x' * 100000000) | map('default') | length }}",
     "{{ ('x' * 100000000) | map('first') | length }}",
     "{{ ('x' * 100000000) | map(attribute='a', default=1) | length }}",
