@@ -216,6 +216,13 @@ pub(super) fn compile<'a>(
                 Instruction::StringConcat => Some(("~", 2)),
                 Instruction::Rem => Some(("%", 2)),
                 Instruction::Slice => Some((SLICE, 4)),
+                // The engine would walk through the list before anyone could count it.
+                Instruction::UnpackLists(_) => {
+                    return Err(Error::new(
+                        ErrorKind::InvalidOperation,
+                        "a call's arguments are no list (`*list`) here",
+                    ));
+                }
                 _ => None,
             };
             if let Some((name, args)) = filter {

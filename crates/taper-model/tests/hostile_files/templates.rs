@@ -68,6 +68,7 @@ const MANY: &[&str] = &[
 
 /// Many that are made neither by an operator nor by a filter, or in pieces of which each takes more than its letters.
 const COPIED: &[&str] = &[
+    "{{ dict(*('x' * 100000000)) }}",
     "{% set s = 'a' * 90000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
     "{% set s = 'a' * 90000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[::-1]] %}{% endfor %}",
     "{% set s = [1] * 5000000 %}{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
