@@ -1,12 +1,14 @@
 //! Work shared out among the threads of the pool that the caller runs in.
 
 use crossbeam_utils::CachePadded;
+use std::any::Any;
 use std::cell::Cell;
 use std::mem::MaybeUninit;
 use std::ops::Range;
-use std::sync::Arc;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Runs `unit(scratch, i)` once for each `i` in `0..units`, in order of `i` as threads become free.
 ///
@@ -121,8 +123,7 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
             helpers.arrived.fetch_add(1, Release);
             // One that is in another step stays there: that one may wait for what this thread is at.
             if !IN_STEP.replace(true) {
-                // What panicked is known to whoever waits for it.
-                _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| helpers.watch()));
+                helpers.watch();
                 IN_STEP.set(false);
             }
         });
@@ -223,13 +224,13 @@ struct Slot {
     turn: AtomicUsize,
     /// Whether a unit has the slot.
     taken: AtomicBool,
-    /// Whether some work panicked on a helper.
-    panicked: AtomicBool,
+    /// What some work panicked with on a helper, the first of them.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
 impl Slot {
-    /// Does the work together with the helpers that come; returns when all are done, and panics if some work did on any of
-    /// them. While it waits it calls `meanwhile`, which says whether it did anything.
+    /// Does the work together with the helpers that come; returns when all are done, and panics with what some work did on any
+    /// of them. While it waits it calls `meanwhile`, which says whether it did anything.
     fn share(&self, work: &(dyn Fn() + Sync), mut meanwhile: impl FnMut() -> bool) {
         let job = Job(work);
         let close = |meanwhile: &mut dyn FnMut() -> bool| {
@@ -243,13 +244,14 @@ impl Slot {
         };
         // Closed before `job` ends, also when some work panics.
         let _closed = Defer(|| close(&mut || false));
-        self.panicked.store(false, SeqCst);
+        *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.turn.fetch_add(1, SeqCst);
         self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
         work();
         close(&mut meanwhile);
-        // A helper's own panic ends its part in the step, and is known to nobody else.
-        assert!(!self.panicked.load(SeqCst), "a unit of a loop panicked on another thread");
+        if let Some(panic) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            resume_unwind(panic);
+        }
     }
 
     /// Helps with the work at hand, unless it is that of `turn`, where this thread has been; whether there was any.
@@ -260,20 +262,17 @@ impl Slot {
             return false;
         }
         self.helpers.fetch_add(1, SeqCst);
-        let already = std::thread::panicking();
-        let _leave = Defer(|| {
-            if std::thread::panicking() && !already {
-                self.panicked.store(true, SeqCst);
-            }
-            self.helpers.fetch_sub(1, SeqCst);
-        });
+        let _leave = Defer(|| _ = self.helpers.fetch_sub(1, SeqCst));
         let job = self.job.load(SeqCst);
         if job.is_null() {
             return false;
         }
         // SAFETY: a job seen after the helper was counted stays until the helper has left: in the one order of these
         // operations, the leader's null comes after the load here, so its look at the count sees this helper.
-        unsafe { ((*job).0)() };
+        let work = || unsafe { ((*job).0)() };
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(work)) {
+            self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+        }
         *turn = at_hand;
         true
     }
@@ -465,7 +464,7 @@ mod tests {
         in_pool(4, || {
             awake(|| {
                 let bad = || for_each(8, || (), |(), i| assert_ne!(i, 0));
-                assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(bad)).is_err());
+                assert!(catch_unwind(AssertUnwindSafe(bad)).is_err());
                 assert!(PLACE.get().is_some());
             });
         });
@@ -542,7 +541,8 @@ mod tests {
                         after.store(true, SeqCst);
                     });
                 };
-                assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(step)).is_err());
+                let panic = catch_unwind(AssertUnwindSafe(step)).unwrap_err();
+                assert_eq!(panic.downcast_ref(), Some(&"on a helper"));
                 assert!(!after.load(SeqCst), "the step went on behind the loop, within: {within}");
                 assert_eq!(awake(|| sum(100)), 5050);
             }
@@ -554,7 +554,7 @@ mod tests {
         in_pool(3, || {
             for bad in [0, 17, 99] {
                 let step = || awake(|| for_each(100, || (), |(), i| assert_ne!(i, bad)));
-                assert!(std::panic::catch_unwind(step).is_err(), "unit {bad}");
+                assert!(catch_unwind(step).is_err(), "unit {bad}");
                 assert_eq!(awake(|| sum(100)), 5050);
             }
         });
