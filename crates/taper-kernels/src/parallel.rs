@@ -106,6 +106,9 @@ enum Place {
 ///
 /// Units' own loops are shared out as well, a few at once, among threads that have no unit left.
 /// An idle thread offers its core to whoever else wants it, but does not sleep. A step within a step is part of it.
+///
+/// A step begins when all threads of the pool have come, so nothing else should keep them for long, or under a lock that
+/// another of them waits for.
 pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
     if IN_STEP.get() {
         return step();
