@@ -15,38 +15,89 @@ const GROWTH_MAX: usize = 256;
 /// Pieces that a post-processor may put together, each the text or a special token, and tokens that it may have for one.
 const PIECES_MAX: usize = 64;
 
-/// Refuses a file whose normalizers, pre-tokenizers or post-processors make too much of a text. What decodes makes
-/// nothing: tokens are turned into text without it.
+/// One of the three kinds of parts that a text goes through.
+struct Kind {
+    /// What the file calls a part, and a list of them within one, which come one after the other.
+    name: &'static str,
+    list: &'static str,
+    /// The most that a part makes of one, by itself. What a part is, the library tells by its fields where its `type` is
+    /// missing or none that it knows: so all fields count, whatever the type, and those of the list too.
+    growth: fn(&Value) -> Result<usize, String>,
+    max: usize,
+    too_much: fn(usize) -> String,
+}
+
+const NORMALIZER: Kind = Kind {
+    name: "normalizer",
+    list: "normalizers",
+    growth: normalizer_growth,
+    max: GROWTH_MAX,
+    too_much: too_many_bytes,
+};
+
+const PRE_TOKENIZER: Kind = Kind {
+    name: "pre_tokenizer",
+    list: "pretokenizers",
+    growth: |pre_tokenizer| Ok(pre_tokenizer_growth(pre_tokenizer)),
+    max: GROWTH_MAX,
+    too_much: too_many_bytes,
+};
+
+const POST_PROCESSOR: Kind = Kind {
+    name: "post_processor",
+    list: "processors",
+    growth: |processor| Ok(pieces(processor)),
+    max: PIECES_MAX,
+    too_much: |pieces| {
+        format!("puts {pieces} pieces together, or has as many tokens for one; at most {PIECES_MAX} are taken")
+    },
+};
+
+fn too_many_bytes(growth: usize) -> String {
+    format!("makes up to {growth} bytes of one, with the parts before it; at most {GROWTH_MAX} are taken")
+}
+
+/// Refuses a file whose normalizers, pre-tokenizers or post-processors make too much of a text, by the first part at which
+/// it is too much. What decodes makes nothing: tokens are turned into text without it.
 pub(super) fn check(
     path: &Path,
     normalizer: &Value,
     pre_tokenizer: &Value,
     post_processor: &Value,
 ) -> Result<(), ModelError> {
-    let growth = normalized(normalizer).map_err(|reason| ModelError::invalid(path, "normalizer", reason))?;
+    let invalid = |(part, reason): (String, String)| ModelError::invalid(path, part, reason);
+    let growth = NORMALIZER.growth(normalizer, 1).map_err(invalid)?;
     // Pieces are cut of what normalizers have made.
-    for (part, growth) in [("normalizer", growth), ("pre_tokenizer", growth.saturating_mul(cut(pre_tokenizer)))] {
-        if growth > GROWTH_MAX {
-            let reason = format!("makes up to {growth} bytes of one; at most {GROWTH_MAX} are taken");
-            return Err(ModelError::invalid(path, part, reason));
-        }
-    }
-    let pieces = put_together(post_processor);
-    if pieces > PIECES_MAX {
-        let reason =
-            format!("puts {pieces} pieces together, or has as many tokens for one; at most {PIECES_MAX} are taken");
-        return Err(ModelError::invalid(path, "post_processor", reason));
-    }
+    PRE_TOKENIZER.growth(pre_tokenizer, growth).map_err(invalid)?;
+    POST_PROCESSOR.growth(post_processor, 1).map_err(invalid)?;
     Ok(())
 }
 
-/// The most bytes that become of one byte. What a part is, the library tells by its fields where its `type` is missing or
-/// none that it knows: so all fields count, whatever the type.
-fn normalized(normalizer: &Value) -> Result<usize, String> {
+impl Kind {
+    /// What a part makes of one, where those before it made `before` of it.
+    ///
+    /// # Errors
+    /// The first part at which it is too much, as `normalizer.normalizers[2]`, and what it makes.
+    fn growth(&self, part: &Value, before: usize) -> Result<usize, (String, String)> {
+        self.growth_at(self.name.to_owned(), part, before)
+    }
+
+    fn growth_at(&self, at: String, part: &Value, before: usize) -> Result<usize, (String, String)> {
+        let mut after = before;
+        for (place, one) in part[self.list].as_array().into_iter().flatten().enumerate() {
+            after = self.growth_at(format!("{at}.{}[{place}]", self.list), one, after)?;
+        }
+        match (self.growth)(part) {
+            Ok(own) => after = after.max(before.saturating_mul(own)),
+            Err(reason) => return Err((at, reason)),
+        }
+        if after > self.max { Err((at, (self.too_much)(after))) } else { Ok(after) }
+    }
+}
+
+/// The most bytes that become of one byte.
+fn normalizer_growth(normalizer: &Value) -> Result<usize, String> {
     let bytes = |value: &Value| value.as_str().map_or(0, str::len);
-    let all = normalizer["normalizers"].as_array().into_iter().flatten();
-    let sequence =
-        all.map(normalized).try_fold(1usize, |product, one| Ok::<_, String>(product.saturating_mul(one?)))?;
     let replaced = match &normalizer["pattern"]["String"] {
         Value::String(pattern) if !pattern.is_empty() => bytes(&normalizer["content"]).div_ceil(pattern.len()),
         // An expression may fit between two characters, as an empty text does.
@@ -65,13 +116,11 @@ fn normalized(normalizer: &Value) -> Result<usize, String> {
         _ => 1,
     };
     let mapped = normalizer["precompiled_charsmap"].as_str().map_or(Ok(1), longest_mapped)?;
-    Ok(sequence.max(replaced).max(prepended).max(spelt).max(mapped))
+    Ok(replaced.max(prepended).max(spelt).max(mapped))
 }
 
 /// The same of a pre-tokenizer's pieces, each of which may be a byte.
-fn cut(pre_tokenizer: &Value) -> usize {
-    let all = pre_tokenizer["pretokenizers"].as_array().into_iter().flatten();
-    let sequence = all.map(cut).fold(1, |product: usize, one| product.saturating_mul(one));
+fn pre_tokenizer_growth(pre_tokenizer: &Value) -> usize {
     let spelt = match (pre_tokenizer["type"] == "ByteLevel", &pre_tokenizer["add_prefix_space"]) {
         (false, _) => 1,
         (true, Value::Bool(false)) => 2,
@@ -80,7 +129,15 @@ fn cut(pre_tokenizer: &Value) -> usize {
     };
     // It stands for each space, and before each piece.
     let replaced = pre_tokenizer["replacement"].as_str().map_or(1, |replacement| replacement.len() + 1);
-    sequence.max(spelt).max(replaced)
+    spelt.max(replaced)
+}
+
+/// Pieces that become of one, or the tokens of one of them.
+fn pieces(processor: &Value) -> usize {
+    let places = |list: &Value| list.as_array().map_or(0, Vec::len);
+    let special = processor["special_tokens"].as_object().into_iter().flat_map(|map| map.values());
+    let tokens = special.map(|token| places(&token["ids"])).max().unwrap_or(0);
+    tokens.max(places(&processor["single"]))
 }
 
 /// The most bytes of a text that a table of SentencePiece's has for some characters, for one of theirs. It is in base64:
@@ -109,20 +166,19 @@ fn longest_mapped(table: &str) -> Result<usize, String> {
     Ok(longest.div_ceil(3).max(short.unwrap_or(0)))
 }
 
-/// As of normalizers, all fields count.
-fn put_together(processor: &Value) -> usize {
-    let places = |list: &Value| list.as_array().map_or(0, Vec::len);
-    let all = processor["processors"].as_array().into_iter().flatten();
-    let sequence = all.map(put_together).fold(1, |product: usize, pieces| product.saturating_mul(pieces));
-    let special = processor["special_tokens"].as_object().into_iter().flat_map(|map| map.values());
-    let tokens = special.map(|token| places(&token["ids"])).max().unwrap_or(0);
-    sequence.max(tokens).max(places(&processor["single"]))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use serde_json::json;
+
+    fn too_much(growth: &str) -> String {
+        format!("makes up to {growth} bytes of one, with the parts before it; at most 256 are taken")
+    }
+
+    /// What a normalizer makes of one byte, whether or not that is too much.
+    fn normalized(normalizer: &Value) -> usize {
+        Kind { max: usize::MAX, ..NORMALIZER }.growth(normalizer, 1).unwrap()
+    }
 
     #[test]
     fn what_real_files_have_is_taken_and_what_no_memory_holds_is_not() {
@@ -145,19 +201,18 @@ mod tests {
             check(good).unwrap();
         }
         let doubled = sequence(vec![replace(json!({"String": "a"}), "aaaa"); 30]);
-        for (bad, growth) in [
-            (replace(space(), &"x".repeat(1 << 20)), "1048576"),
-            (replace(json!({"Regex": ""}), &"x".repeat(256)), "257"),
-            (replace(json!({"String": ""}), &"x".repeat(256)), "257"),
-            (sequence(vec![sequence(vec![doubled])]), "1152921504606846976"),
-            (json!({"type": "Prepend", "prepend": "x".repeat(300)}), "301"),
-            (sequence(vec![json!({"type": "ByteLevel"}); 9]), "512"),
+        let long = replace(space(), &"x".repeat(1 << 20));
+        for (bad, part, growth) in [
+            (long.clone(), "", "1048576"),
+            (sequence(vec![replace(space(), "▁"), long]), ".normalizers[1]", "3145728"),
+            (replace(json!({"Regex": ""}), &"x".repeat(256)), "", "257"),
+            (replace(json!({"String": ""}), &"x".repeat(256)), "", "257"),
+            (sequence(vec![sequence(vec![doubled])]), ".normalizers[0].normalizers[0].normalizers[4]", "1024"),
+            (json!({"type": "Prepend", "prepend": "x".repeat(300)}), "", "301"),
+            (sequence(vec![json!({"type": "ByteLevel"}); 9]), ".normalizers[8]", "512"),
+            (json!({"normalizers": [{"type": "NFC"}], "prepend": "x".repeat(300)}), "", "301"),
         ] {
-            let message = check(bad).unwrap_err();
-            assert_eq!(
-                message,
-                format!("tokenizer.json: normalizer: makes up to {growth} bytes of one; at most 256 are taken")
-            );
+            assert_eq!(check(bad).unwrap_err(), format!("tokenizer.json: normalizer{part}: {}", too_much(growth)));
         }
     }
 
@@ -181,16 +236,16 @@ mod tests {
             check(&Value::Null, &good).unwrap();
             check(&nfkc, &good).unwrap();
         }
-        for (bad, growth) in [
-            (sequence(vec![byte_level(false); 40]), "1099511627776"),
-            (sequence(vec![sequence(vec![byte_level(true); 5])]), "1024"),
-            (sequence(vec![metaspace.clone(); 5]), "1024"),
-        ] {
-            let says = format!("t: pre_tokenizer: makes up to {growth} bytes of one; at most 256 are taken");
-            assert_eq!(check(&Value::Null, &bad), Err(says));
-        }
         assert!(check(&nfkc, &sequence(vec![byte_level(false); 4])).is_ok());
-        assert!(check(&nfkc, &sequence(vec![byte_level(false); 5])).is_err());
+        for (normalizer, bad, part, growth) in [
+            (&Value::Null, sequence(vec![byte_level(false); 40]), "[8]", "512"),
+            (&Value::Null, sequence(vec![sequence(vec![byte_level(true); 5])]), "[0].pretokenizers[4]", "1024"),
+            (&Value::Null, sequence(vec![metaspace.clone(); 5]), "[4]", "1024"),
+            (&nfkc, sequence(vec![byte_level(false); 5]), "[4]", "352"),
+        ] {
+            let says = format!("t: pre_tokenizer.pretokenizers{part}: {}", too_much(growth));
+            assert_eq!(check(normalizer, &bad), Err(says));
+        }
         // So the library makes them.
         for (pre_tokenizer, text) in [
             (byte_level(true), "\u{1}"),
@@ -205,7 +260,8 @@ mod tests {
             library.pre_tokenize(&mut pieces).unwrap();
             let pieces = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
             let made: usize = pieces.iter().map(|piece| piece.0.len()).sum();
-            assert!(made > text.len() && made <= text.len() * cut(&pre_tokenizer), "{pre_tokenizer}: {made}");
+            let most = PRE_TOKENIZER.growth(&pre_tokenizer, 1).unwrap();
+            assert!(made > text.len() && made <= text.len() * most, "{pre_tokenizer}: {made}");
         }
     }
 
@@ -225,13 +281,13 @@ mod tests {
             let mut normalized_text = NormalizedString::from(text);
             let library: NormalizerWrapper = serde_json::from_value(part.clone()).unwrap();
             library.normalize(&mut normalized_text).unwrap();
-            let growth = normalized(&part).unwrap();
+            let growth = normalized(&part);
             assert_eq!(normalized_text.get().len(), made, "{part}");
             // A text that is replaced stands before the first letter too.
             assert!(made <= growth * text.len() + 2, "{part}: {growth}");
         }
         let all = json!({"type": "Sequence", "normalizers": vec![json!({"type": "NFKD"}); 3]});
-        assert_eq!(normalized(&all), Ok(1331));
+        assert_eq!(normalized(&all), 1331);
     }
 
     #[test]
@@ -240,7 +296,7 @@ mod tests {
         let all = json!({"type": "Sequence", "normalizers": vec![json!({"type": "ByteLevel"}); 4]});
         let mut text = NormalizedString::from(" ");
         serde_json::from_value::<NormalizerWrapper>(all.clone()).unwrap().normalize(&mut text).unwrap();
-        assert_eq!((text.get().len(), normalized(&all)), (16, Ok(16)));
+        assert_eq!((text.get().len(), normalized(&all)), (16, 16));
     }
 
     /// The library goes by a part's fields where its type is not one that it knows.
@@ -285,7 +341,7 @@ mod tests {
         };
         let phrase = "fi\0صلى الله عليه وسلم\0".as_bytes();
         check(table(1024, 1024, phrase)).unwrap();
-        assert_eq!(normalized(&table(1024, 1024, phrase)), Ok(11));
+        assert_eq!(normalized(&table(1024, 1024, phrase)), 11);
         let spaces = json!({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"});
         let t5 = json!({"type": "Sequence", "normalizers": [table(1024, 1024, phrase), spaces]});
         let metaspace = json!({"type": "Metaspace", "replacement": "▁", "add_prefix_space": true});
@@ -296,7 +352,7 @@ mod tests {
         trie[usize::from(b'a')] = u32::from(b'a') | 1 << 8 | 1 << 10;
         trie[usize::from(b'a') ^ 1] = 3;
         let trie: Vec<u8> = trie.iter().flat_map(|unit| unit.to_le_bytes()).collect();
-        assert_eq!(normalized(&coded([&1024u32.to_le_bytes()[..], &trie, phrase].concat())), Ok(33));
+        assert_eq!(normalized(&coded([&1024u32.to_le_bytes()[..], &trie, phrase].concat())), 33);
         for (bad, says) in [
             (table(8, 8, &[b'x'; 1 << 20]), "makes up to 1048576 bytes of one"),
             (table(u32::MAX, 8, b"x"), "a trie of 4294967295 bytes, of which there are 9"),
@@ -316,9 +372,16 @@ mod tests {
             let special = json!({"<s>": {"id": "<s>", "ids": vec![1; ids], "tokens": vec!["<s>"; ids]}});
             json!({"type": "TemplateProcessing", "single": vec![&text; pieces], "pair": [], "special_tokens": special})
         };
-        let check = |processor: Value| check(Path::new("t"), &Value::Null, &Value::Null, &processor).is_ok();
-        assert!(check(template(3, 1)) && check(json!({"type": "ByteLevel"})));
-        assert!(!check(template(65, 1)) && !check(template(3, 65)));
-        assert!(!check(json!({"type": "Sequence", "processors": vec![template(3, 1); 4]})));
+        let check =
+            |processor: Value| check(Path::new("t"), &Value::Null, &Value::Null, &processor).map_err(|e| e.to_string());
+        assert!(check(template(3, 1)).is_ok() && check(json!({"type": "ByteLevel"})).is_ok());
+        let sequence = json!({"type": "Sequence", "processors": vec![template(3, 1); 4]});
+        for (bad, part, pieces) in
+            [(template(65, 1), "", 65), (template(3, 65), "", 65), (sequence, ".processors[3]", 81)]
+        {
+            let says = format!("t: post_processor{part}: puts {pieces} pieces together");
+            let told = check(bad).unwrap_err();
+            assert!(told.starts_with(&says), "{told}");
+        }
     }
 }
