@@ -8,9 +8,10 @@
 
 use super::{methods, python};
 use minijinja::functions;
-use minijinja::machinery::{CompiledTemplate, Instruction, Instructions, TemplateConfig};
+use minijinja::machinery::{self, CompiledTemplate, Instruction, Instructions, TemplateConfig};
 use minijinja::value::{Kwargs, Rest, Value, ValueKind};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, context};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Bytes that a conversation's rendering may make: some hundred times the longest context.
@@ -91,7 +92,8 @@ const DEEP: [&str; 25] = [
 ];
 
 /// Operators, under names that no template can write as filters.
-const OPERATORS: [(&str, &str); 3] = [("+", "a + b"), ("*", "a * b"), ("in", "a in b")];
+const OPERATORS: [(&str, Instruction<'_>); 3] =
+    [("+", Instruction::Add), ("*", Instruction::Mul), ("in", Instruction::In)];
 
 /// The same of a part of a text or list.
 const SLICE: &str = "[:]";
@@ -133,8 +135,8 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
             }
         });
     }
-    for (name, expression) in OPERATORS {
-        let plain = plain.clone();
+    for (name, instruction) in OPERATORS {
+        let operate = operator(&plain, &["a", "b"], instruction);
         environment.add_filter(name, move |state: &mut State<'_, '_>, mut a: Value, mut b: Value| {
             if name != "in" {
                 with_lengths(state, [&mut a, &mut b])?;
@@ -143,7 +145,7 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
             for value in [&a, &b] {
                 charge(state, size(value).saturating_mul(times))?;
             }
-            plain.compile_expression(expression)?.eval(minijinja::context!(a, b))
+            operate(context!(a, b))
         });
     }
     environment.add_filter("~", |state: &mut State<'_, '_>, a: Value, b: Value| {
@@ -151,14 +153,15 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
         charge_deep(state, &b, 0)?;
         Ok(python::text(&a) + &python::text(&b))
     });
-    let (modulo, slice) = (plain.clone(), plain.clone());
+    let modulo = operator(&plain, &["a", "b"], Instruction::Rem);
     environment.add_filter("%", move |state: &mut State<'_, '_>, a: Value, b: Value| match a.as_str() {
         Some(format) => {
             charge_call(state, "format", &[a.clone(), b.clone()])?;
             python::percent(format, &b)
         }
-        None => modulo.compile_expression("a % b")?.eval(minijinja::context!(a, b)),
+        None => modulo(context!(a, b)),
     });
+    let slice = operator(&plain, &["of", "start", "stop", "step"], Instruction::Slice);
     environment.add_filter(
         SLICE,
         move |state: &mut State<'_, '_>, mut of: Value, start: Value, stop: Value, step: Value| {
@@ -166,7 +169,7 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
             // From the end on a text's letters are taken apart first.
             let apart = if i64::try_from(step.clone()).is_ok_and(|step| step < 0) { size_of::<char>() } else { 1 };
             charge(state, size(&of).saturating_mul(apart))?;
-            slice.compile_expression("of[start:stop:step]")?.eval(minijinja::context!(of, start, stop, step))
+            slice(context!(of, start, stop, step))
         },
     );
     // Those that copy a mapping.
@@ -196,6 +199,25 @@ pub(super) fn metered(plain: Environment<'static>) -> Environment<'static> {
         minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
     });
     environment
+}
+
+/// What the engine does for an operator, of operands by these names. It stands in no line, so that an error is told of the
+/// template's.
+fn operator(
+    plain: &Arc<Environment<'static>>,
+    operands: &[&'static str],
+    operator: Instruction<'static>,
+) -> impl Fn(Value) -> Result<Value, Error> + Send + Sync + use<> {
+    let (plain, mut instructions) = (plain.clone(), Instructions::new("operator", ""));
+    for instruction in operands.iter().map(|name| Instruction::Lookup(name)).chain([operator]) {
+        instructions.add(instruction);
+    }
+    move |operands| {
+        let (mut printed, blocks) = (String::new(), BTreeMap::new());
+        let mut out = machinery::make_string_output(&mut printed);
+        let done = machinery::eval(&plain, &instructions, operands, &blocks, &mut out, AutoEscape::None)?;
+        Ok(done.0.unwrap_or_default())
+    }
 }
 
 /// Compiles a template's text, and has what the engine would do by itself done by the filters above.
@@ -253,15 +275,8 @@ pub(super) fn render(
     context: Value,
 ) -> Result<String, Error> {
     let mut text = String::new();
-    let mut out = minijinja::machinery::make_string_output(&mut text);
-    minijinja::machinery::eval(
-        environment,
-        &template.instructions,
-        context,
-        &template.blocks,
-        &mut out,
-        AutoEscape::None,
-    )?;
+    let mut out = machinery::make_string_output(&mut text);
+    machinery::eval(environment, &template.instructions, context, &template.blocks, &mut out, AutoEscape::None)?;
     Ok(text)
 }
 

@@ -40,3 +40,19 @@ fn what_a_template_may_cost_is_said_when_it_costs_more() {
         assert!(error(text).contains(part), "{text:.80}: {}", error(text));
     }
 }
+
+#[test]
+fn an_error_names_the_line_also_of_an_operator() {
+    for (expression, part) in [
+        ("1 + {}", "unsupported types"),
+        ("'a' * {}", "strings can only be multiplied"),
+        ("1 in 2", "containment"),
+        ("1 % {}", "unsupported types"),
+        ("1[2:3]", "cannot be sliced"),
+        ("{} | abs", "abs"),
+    ] {
+        let template = ChatTemplate::new(&format!("\n\n{{{{ {expression} }}}}\n"), serde_json::Map::new()).unwrap();
+        let error = template.render(&[], false, &serde_json::Map::new()).unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("(in chat_template:3)"), "{expression}: {error}");
+    }
+}
