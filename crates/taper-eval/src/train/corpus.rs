@@ -5,6 +5,7 @@ use crate::prose::Prose;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use sha2::{Digest, Sha256};
+use std::collections::HashSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use taper_model::{Model, Tokenizer};
@@ -40,9 +41,9 @@ impl Corpus {
         if paths.is_empty() { Self::prose(tokenizer, seed, size) } else { Self::read(tokenizer, paths, size) }
     }
 
-    /// Reads UTF-8 files, and those of folders (`.txt` and `.md`, folders within them too) in the order of their names,
-    /// until there is enough. The tokens of all files make one stream, which is cut into sequences; each begins with what
-    /// the tokenizer puts at the start of a text.
+    /// Reads UTF-8 files, and those of folders (`.txt` and `.md`, folders within them and linked ones too, each once) in the
+    /// order of their names, until there is enough. The tokens of all files make one stream, which is cut into sequences;
+    /// each begins with what the tokenizer puts at the start of a text.
     ///
     /// # Errors
     /// A file that cannot be read or is not UTF-8, or too little text for two sequences.
@@ -149,7 +150,7 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, TrainError> {
     let mut files = Vec::new();
     for path in paths {
         let before = files.len();
-        list(path, &mut files)?;
+        list(path, &mut files, &mut HashSet::new())?;
         if files.len() == before {
             return Err(TrainError::file(path, "holds no .txt or .md file"));
         }
@@ -157,22 +158,22 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, TrainError> {
     Ok(files)
 }
 
-/// The files of a path, those of a folder in the order of their names.
-fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), TrainError> {
+/// The files of a path, those of a folder in the order of their names. A link may lead back to a folder that was `seen`.
+fn list(path: &Path, files: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<(), TrainError> {
     let fail = |e: std::io::Error| TrainError::file(path, e);
     if !std::fs::metadata(path).map_err(fail)?.is_dir() {
         files.push(path.to_owned());
+        return Ok(());
+    }
+    if !seen.insert(path.canonicalize().map_err(fail)?) {
         return Ok(());
     }
     let entries = std::fs::read_dir(path).map_err(fail)?.collect::<Result<Vec<_>, _>>().map_err(fail)?;
     let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).collect();
     paths.sort();
     for path in paths {
-        let text = path.extension().is_some_and(|e| e == "txt" || e == "md");
-        // A link to a folder may lead back here, whatever it is called.
-        let taken = if path.is_dir() { !path.is_symlink() } else { text };
-        if taken {
-            list(&path, files)?;
+        if path.is_dir() || path.extension().is_some_and(|e| e == "txt" || e == "md") {
+            list(&path, files, seen)?;
         }
     }
     Ok(())
@@ -232,8 +233,6 @@ mod tests {
             std::fs::write(at(name), text).unwrap();
         }
         let files = |path: &Path| files(&[path.to_owned()]);
-        #[cfg(unix)]
-        std::os::unix::fs::symlink(folder.path(), at("here.txt")).unwrap();
         assert_eq!(files(folder.path()).unwrap(), [at("a.md"), at("b.txt"), at("deep/c.txt")]);
         std::fs::write(at("b.txt"), "zwölf").unwrap();
         assert_eq!((head(&at("b.txt"), 3).unwrap(), head(&at("b.txt"), 99).unwrap()), ("zw".into(), "zwölf".into()));
@@ -242,5 +241,26 @@ mod tests {
         assert!(error.contains("b.txt") && error.contains("byte 2"), "{error}");
         assert!(files(&at("pictures")).unwrap_err().to_string().contains(".txt"));
         assert!(files(&at("none")).is_err());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn linked_folders_are_read_once_also_where_they_lead_back() {
+        use std::os::unix::fs::symlink;
+        let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir(at("deep")).unwrap();
+        for file in [at("a.txt"), at("deep/b.txt"), elsewhere.path().join("c.txt")] {
+            std::fs::write(file, "text").unwrap();
+        }
+        symlink(folder.path(), at("deep/back")).unwrap();
+        symlink(folder.path(), elsewhere.path().join("back.txt")).unwrap();
+        symlink(elsewhere.path(), at("one")).unwrap();
+        symlink(elsewhere.path(), at("two.txt")).unwrap();
+        let found = files(&[folder.path().to_owned()]).unwrap();
+        assert_eq!(found, [at("a.txt"), at("deep/b.txt"), at("one/c.txt")]);
+        assert_eq!(files(&[at("two.txt")]).unwrap().len(), 3, "and what it leads back to");
+        symlink(at("nowhere"), at("lost.txt")).unwrap();
+        assert!(files(&[folder.path().to_owned()]).unwrap_err().to_string().contains("lost.txt"));
     }
 }
