@@ -3,6 +3,7 @@
 //! Every setting is one field of [`ModelArgs`] or [`ServerArgs`]: `--kv-memory`, `TAPER_KV_MEMORY` and the file's `kv_memory`
 //! are the same by construction.
 
+use crate::args::whole;
 use crate::config::AttentionSetting;
 use crate::otlp;
 use anyhow::{Context, Result, anyhow, bail};
@@ -47,11 +48,11 @@ pub struct ModelArgs {
     /// Chat template (Jinja) to use in place of the model's own, or for a model that has none [default: the model's]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<PathBuf>,
-    /// Attention where a request says nothing of it: a preset or method (see `taper methods`), or JSON such as
-    /// '{"decode": {"method": "vattention", "epsilon": 0.1}}'
+    /// Attention, of a server where a request says nothing of it: a preset or method (see `taper methods`), or JSON such as
+    /// '{"decode": {"method": "vattention", "epsilon": 0.1}}' [default: dense]
     #[arg(long, value_name = "PRESET|METHOD|JSON")]
     pub attention: Option<AttentionSetting>,
-    /// Folder of more presets, a TOML file each as those of configs/attention; requests may say their names
+    /// Folder of more presets, a TOML file each as those of configs/attention, for --attention and requests to name
     #[arg(long, value_name = "DIR")]
     pub presets: Option<PathBuf>,
     /// Folder of what methods learned offline (see `taper train`)
@@ -80,11 +81,11 @@ pub struct ModelArgs {
     /// Type that float weights are kept in: auto, f32, f16 or bf16 [default: auto, which is the file's own]
     #[arg(long, value_name = "TYPE")]
     pub dtype: Option<String>,
-    /// Turn a GGUF file's quantised weights into floats when loading: more memory, slower, for comparison
+    /// Turn a GGUF file's quantised weights into floats when loading: more memory, slower, for comparison [default: false]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub dequantize: Option<bool>,
-    /// Lower the model's context to so many tokens
-    #[arg(long, value_name = "TOKENS")]
+    /// Lower the model's context to so many tokens [default: the model's own]
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
     pub context: Option<usize>,
 }
 
@@ -116,19 +117,19 @@ pub struct ServerArgs {
     #[arg(long)]
     pub port: Option<u16>,
     /// Requests that may wait; over it clients get a 503 [default: 256]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     pub queue: Option<usize>,
     /// Most work on prompts in one step, in tokens through all layers; over 512 only what takes 0.3 seconds [default: 8192]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
     pub chunk_tokens: Option<usize>,
-    /// Answers that are generated together [default: 64]
-    #[arg(long, value_name = "N")]
+    /// Most answers that are generated together [default: 64]
+    #[arg(long, value_name = "N", value_parser = whole)]
     pub sequences: Option<usize>,
     /// How many times as long a step may take because of others' prompts [default: 2]
     #[arg(long, value_name = "TIMES")]
     pub stretch: Option<f64>,
     /// Tokens below which answers read all of them, where a request's decode method has no `dense_below` [default: 0]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
     pub dense_below: Option<usize>,
     /// Whether prompts that begin alike share what they begin with [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
@@ -139,7 +140,7 @@ pub struct ServerArgs {
     #[serde(default, deserialize_with = "text_of")]
     pub generation_config: Option<String>,
     /// Least `priority` of requests: those with less go before those with more [default: 0]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     pub least_priority: Option<i64>,
     /// How long a request may take, waiting included, and the most of its `timeout`; then it ends with a 504 [default: no limit]
     #[arg(long, value_name = "SECONDS")]
@@ -148,7 +149,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "SECONDS")]
     pub step_seconds: Option<u32>,
     /// Largest request body [default: 16]
-    #[arg(long, value_name = "MIB")]
+    #[arg(long, value_name = "MIB", value_parser = whole)]
     pub body_mib: Option<usize>,
     /// How long a client may take to send a request's body [default: 60]
     #[arg(long, value_name = "SECONDS")]
@@ -426,17 +427,13 @@ fn in_words(error: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::{CommandFactory, Parser};
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        serve: ServeArgs,
-    }
+    use crate::args::{Cli, Command};
+    use clap::Parser;
 
     fn read(line: &[&str], environment: &[(&str, &str)]) -> Result<Settings> {
-        let line = Line::try_parse_from(["serve"].iter().chain(line))?;
-        Settings::read(line.serve, environment.iter().map(|(name, text)| (name.into(), text.into())))
+        let cli = Cli::try_parse_from(["taper", "serve"].iter().chain(line))?;
+        let Command::Serve(serve) = cli.command else { panic!("another command") };
+        Settings::read(*serve, environment.iter().map(|(name, text)| (name.into(), text.into())))
     }
 
     fn said(result: Result<Settings>) -> String {
@@ -459,7 +456,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_a_flag_a_variable_and_a_key() {
-        let command = Line::command();
+        let command = ServeArgs::augment_args(clap::Command::new("serve"));
         let flags: Vec<String> =
             command.get_opts().filter_map(|arg| arg.get_long()).map(|long| long.replace('-', "_")).collect();
         let mut names = names();

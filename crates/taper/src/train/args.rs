@@ -1,6 +1,6 @@
 //! The command line of `taper train`.
 
-use crate::args::{Layers, hidden, layers, positive, seed};
+use crate::args::{Layers, hidden, layers, positive, seed, share, whole};
 use crate::settings::ModelArgs;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ pub enum Train {
         #[command(flatten)]
         common: TrainCommon,
         /// Channels of a KV head [default: a quarter of its width]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = whole)]
         channels: Option<usize>,
     },
     /// Clusters of keys
@@ -45,7 +45,7 @@ pub enum Train {
         #[arg(long)]
         rope: bool,
         /// Clusters of a KV head [default: four times the root of --length, as a power of two]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
     },
     /// SAAP's clusters of keys and its classifier of queries
@@ -54,7 +54,7 @@ pub enum Train {
         #[command(flatten)]
         common: TrainCommon,
         /// Clusters of a KV head [default: four times the root of --length, as a power of two]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
         #[command(flatten)]
         network: NetworkArgs,
@@ -73,7 +73,7 @@ pub enum Train {
         #[command(flatten)]
         common: TrainCommon,
         /// Keys that a row reads on average, whatever the pattern [default: an eighth of --length, at least 512]
-        #[arg(long, value_name = "N")]
+        #[arg(long, value_name = "N", value_parser = whole)]
         keys: Option<usize>,
     },
     /// SampleAttention's thresholds, for prompts of --length and of each half of it
@@ -82,7 +82,7 @@ pub enum Train {
         #[command(flatten)]
         common: TrainCommon,
         /// Share of the attention mass that rows keep on average
-        #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share_kept)]
+        #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share::<f64>)]
         cra: f64,
     },
 }
@@ -112,14 +112,14 @@ pub struct TrainCommon {
     pub queries: usize,
     /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of
     /// hash_attention]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
     pub sink: Option<usize>,
     /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a
     /// quarter of --length; 64 and 128, at most a sixteenth]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
     pub window: Option<usize>,
     /// Seed of generated text, clusters and networks
-    #[arg(long, default_value_t = 1, allow_negative_numbers = true, value_parser = seed)]
+    #[arg(long, default_value_t = 1, value_parser = seed)]
     pub seed: u64,
     /// Memory for captured queries and keys; the more, the fewer passes over the text
     #[arg(long, value_name = "SIZE", default_value = "2GiB")]
@@ -135,19 +135,15 @@ pub struct TrainCommon {
 #[derive(Debug, Clone, Args)]
 pub struct NetworkArgs {
     /// Width of hidden layers [default: four times a head's of saap, 128 of hash_attention]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     pub hidden: Option<usize>,
     /// Steps of training [default: 1000 of saap, 1500 of hash_attention]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     pub iterations: Option<usize>,
     /// Queries of a step of saap [default: 1000], rows of one of hash_attention [default: 64]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole)]
     pub batch: Option<usize>,
     /// Learning rate at the start [default: 1e-3]
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", value_parser = share::<f64>)]
     pub learning_rate: Option<f64>,
-}
-
-fn share_kept(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|&p| p > 0.0 && p <= 1.0).ok_or_else(|| "must be a number in (0, 1]".into())
 }

@@ -61,10 +61,10 @@ pub struct BenchServeArgs {
     #[arg(long, value_name = "NAME", default_value = "OPENAI_API_KEY")]
     pub key_env: String,
     /// Seconds that a request may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
-    pub timeout: u64,
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    pub timeout: u32,
     /// Seed of prompts, lengths and times
-    #[arg(long, default_value_t = 0, allow_negative_numbers = true, value_parser = seed)]
+    #[arg(long, default_value_t = 0, value_parser = seed)]
     pub seed: u64,
     /// Where figures and every request go, as JSON
     #[arg(long, value_name = "FILE")]

@@ -43,7 +43,7 @@ pub struct Seen {
 impl Client {
     /// Asks the server for its model unless one is given.
     pub async fn new(args: &BenchServeArgs) -> Result<Self> {
-        let http = reqwest::Client::builder().timeout(Duration::from_secs(args.timeout)).build()?;
+        let http = reqwest::Client::builder().timeout(Duration::from_secs(args.timeout.into())).build()?;
         let key = std::env::var(&args.key_env).ok().filter(|key| !key.is_empty());
         let base = base(&args.url)?;
         let mut client = Self { http, base, model: String::new(), endpoint: args.endpoint, key };
