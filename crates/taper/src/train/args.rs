@@ -2,7 +2,7 @@
 
 use crate::args::{Layers, hidden, layers, positive, seed, share, whole};
 use crate::settings::ModelArgs;
-use clap::{Args, Subcommand};
+use clap::{Arg, Args, Subcommand};
 use std::path::PathBuf;
 
 /// Settings of a model that training has no use for.
@@ -28,63 +28,108 @@ Examples:
   taper serve --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
 pub enum Train {
     /// The channels by which Double Sparsity ranks keys
-    #[command(name = "double_sparsity")]
+    #[command(
+        name = "double_sparsity",
+        mut_args(|arg| with_default(arg, &[
+            ("sink", "4, at most a sixteenth of --length"),
+            ("window", "64, at most a sixteenth of --length"),
+        ]))
+    )]
     DoubleSparsity {
-        #[command(flatten)]
-        common: TrainCommon,
         /// Channels of a KV head [default: a quarter of its width]
         #[arg(long, value_name = "N", value_parser = whole)]
         channels: Option<usize>,
+        #[command(flatten)]
+        near: NearArgs,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
     /// Clusters of keys
-    #[command(name = "kmeans")]
+    #[command(
+        name = "kmeans",
+        mut_args(|arg| with_default(arg, &[("sink", "1"), ("window", "2047, at most a quarter of --length")]))
+    )]
     KMeans {
-        #[command(flatten)]
-        common: TrainCommon,
         /// Cluster keys after the rotary embedding
         #[arg(long)]
         rope: bool,
         /// Clusters of a KV head [default: four times the root of --length, as a power of two]
         #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
+        #[command(flatten)]
+        near: NearArgs,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
     /// SAAP's clusters of keys and its classifier of queries
-    #[command(name = "saap")]
+    #[command(
+        name = "saap",
+        mut_args(|arg| with_default(arg, &[
+            ("sink", "1"),
+            ("window", "2047, at most a quarter of --length"),
+            ("hidden", "four times a head's"),
+            ("iterations", "1000"),
+            ("batch", "1000 queries"),
+        ]))
+    )]
     Saap {
-        #[command(flatten)]
-        common: TrainCommon,
         /// Clusters of a KV head [default: four times the root of --length, as a power of two]
         #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
         #[command(flatten)]
         network: NetworkArgs,
+        #[command(flatten)]
+        near: NearArgs,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
     /// HashAttention's maps from queries and keys to codes
-    #[command(name = "hash_attention")]
+    #[command(
+        name = "hash_attention",
+        mut_args(|arg| with_default(arg, &[
+            ("sink", "128, at most a sixteenth of --length"),
+            ("window", "128, at most a sixteenth of --length"),
+            ("hidden", "128"),
+            ("iterations", "1500"),
+            ("batch", "64 rows"),
+        ]))
+    )]
     HashAttention {
         #[command(flatten)]
-        common: TrainCommon,
-        #[command(flatten)]
         network: NetworkArgs,
+        #[command(flatten)]
+        near: NearArgs,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
     /// A pattern of MInference for every query head
     #[command(name = "minference")]
     MInference {
-        #[command(flatten)]
-        common: TrainCommon,
         /// Keys that a row reads on average, whatever the pattern [default: an eighth of --length, at least 512]
         #[arg(long, value_name = "N", value_parser = whole)]
         keys: Option<usize>,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
     /// SampleAttention's thresholds, for prompts of --length and of each half of it
     #[command(name = "sample_attention")]
     SampleAttention {
-        #[command(flatten)]
-        common: TrainCommon,
         /// Share of the attention mass that rows keep on average
         #[arg(long, value_name = "SHARE", default_value_t = 0.95, value_parser = share::<f64>)]
         cra: f64,
+        #[command(flatten, next_help_heading = COMMON)]
+        common: TrainCommon,
     },
+}
+
+/// What stands above the options of all methods in a method's help.
+const COMMON: &str = "Options of all methods";
+
+/// Says a method's own default of an option that others have too.
+fn with_default(arg: Arg, defaults: &[(&str, &str)]) -> Arg {
+    let Some((_, default)) = defaults.iter().find(|(id, _)| arg.get_id() == id) else { return arg };
+    let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+    arg.help(format!("{help} [default: {default}]"))
 }
 
 #[derive(Debug, Args)]
@@ -107,17 +152,9 @@ pub struct TrainCommon {
     /// Most sequences
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = positive)]
     pub sequences: usize,
-    /// Most queries of a sequence and head; of minference and sample_attention in whole blocks of 64
+    /// Most queries of a sequence and head; of methods for prompts in whole blocks of 64
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = positive)]
     pub queries: usize,
-    /// Decode methods: tokens at the start that are read whatever is learned [default: 1 of kmeans and saap; 4; 128 of
-    /// hash_attention]
-    #[arg(long, value_name = "TOKENS", value_parser = whole)]
-    pub sink: Option<usize>,
-    /// Decode methods: recent tokens that are read whatever is learned [default: 2047 of kmeans and saap, at most a
-    /// quarter of --length; 64 and 128, at most a sixteenth]
-    #[arg(long, value_name = "TOKENS", value_parser = whole)]
-    pub window: Option<usize>,
     /// Seed of generated text, clusters and networks
     #[arg(long, default_value_t = 1, value_parser = seed)]
     pub seed: u64,
@@ -132,18 +169,61 @@ pub struct TrainCommon {
     pub markdown: Option<PathBuf>,
 }
 
+/// What decode methods read whatever is learned.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct NearArgs {
+    /// Tokens at the start that are read whatever is learned
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
+    pub sink: Option<usize>,
+    /// Recent tokens that are read whatever is learned
+    #[arg(long, value_name = "TOKENS", value_parser = whole)]
+    pub window: Option<usize>,
+}
+
 #[derive(Debug, Clone, Args)]
 pub struct NetworkArgs {
-    /// Width of hidden layers [default: four times a head's of saap, 128 of hash_attention]
+    /// Width of hidden layers
     #[arg(long, value_name = "N", value_parser = whole)]
     pub hidden: Option<usize>,
-    /// Steps of training [default: 1000 of saap, 1500 of hash_attention]
+    /// Steps of training
     #[arg(long, value_name = "N", value_parser = whole)]
     pub iterations: Option<usize>,
-    /// Queries of a step of saap [default: 1000], rows of one of hash_attention [default: 64]
+    /// What a step of training learns from
     #[arg(long, value_name = "N", value_parser = whole)]
     pub batch: Option<usize>,
     /// Learning rate at the start [default: 1e-3]
     #[arg(long, value_name = "RATE", value_parser = share::<f64>)]
     pub learning_rate: Option<f64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Cli;
+    use clap::CommandFactory;
+
+    #[test]
+    fn a_methods_help_has_its_own_options_and_defaults_and_nothing_of_others() {
+        let mut cli = Cli::command();
+        let train = cli.find_subcommand_mut("train").unwrap();
+        let methods: Vec<String> = train.get_subcommands().map(|method| method.get_name().to_owned()).collect();
+        for (own, line) in [
+            ("double_sparsity", "--sink <TOKENS> Tokens at the start that are read whatever is learned [default: 4,"),
+            ("kmeans", "--window <TOKENS> Recent tokens that are read whatever is learned [default: 2047,"),
+            ("saap", "--batch <N> What a step of training learns from [default: 1000 queries]"),
+            ("hash_attention", "--hidden <N> Width of hidden layers [default: 128]"),
+            ("minference", "--keys <N> Keys that a row reads on average"),
+            ("sample_attention", "--cra <SHARE> Share of the attention mass that rows keep on average [default: 0.95]"),
+        ] {
+            let help = train.find_subcommand_mut(own).unwrap().render_help().to_string();
+            let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
+            let (head, common) = words.split_once(COMMON).unwrap();
+            assert!(head.contains(line) && common.contains("--out <DIR>"), "{help}");
+            let prefill = ["minference", "sample_attention"].contains(&own);
+            assert_eq!(head.contains("--sink"), !prefill, "{help}");
+            for other in methods.iter().filter(|other| *other != own) {
+                assert!(!help.contains(other.as_str()), "{own} tells of {other}: {help}");
+            }
+        }
+    }
 }

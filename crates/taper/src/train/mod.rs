@@ -7,7 +7,7 @@ pub use args::{Train, TrainArgs};
 
 use crate::{config, eval, interrupt, load};
 use anyhow::{Context, Result};
-use args::NetworkArgs;
+use args::{NearArgs, NetworkArgs};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,13 +19,18 @@ use taper_eval::train::{Corpus, CorpusSize, Method, Network, Plan, Progress, Tra
 /// # Errors
 /// The argument or file at fault, or a step that failed; layers finished by then are in the artefact.
 pub fn run(what: Train) -> Result<()> {
-    let (method, common) = match what {
-        Train::DoubleSparsity { common, channels } => (Method::DoubleSparsity { channels }, common),
-        Train::KMeans { common, rope, clusters } => (Method::KMeans { rope, clusters }, common),
-        Train::Saap { common, clusters, network } => (Method::Saap { clusters, network: read(&network) }, common),
-        Train::HashAttention { common, network } => (Method::HashAttention { network: read(&network) }, common),
-        Train::MInference { common, keys } => (Method::MInference { keys }, common),
-        Train::SampleAttention { common, cra } => (Method::SampleAttention { cra }, common),
+    let none = NearArgs::default();
+    let (method, near, common) = match what {
+        Train::DoubleSparsity { channels, near, common } => (Method::DoubleSparsity { channels }, near, common),
+        Train::KMeans { rope, clusters, near, common } => (Method::KMeans { rope, clusters }, near, common),
+        Train::Saap { clusters, network, near, common } => {
+            (Method::Saap { clusters, network: read(&network) }, near, common)
+        }
+        Train::HashAttention { network, near, common } => {
+            (Method::HashAttention { network: read(&network) }, near, common)
+        }
+        Train::MInference { keys, common } => (Method::MInference { keys }, none, common),
+        Train::SampleAttention { cra, common } => (Method::SampleAttention { cra }, none, common),
     };
     common.model.without(&UNUSED, "the model runs densely over plain text, with a cache of its own")?;
     eval::writable("markdown", common.markdown.as_deref())?;
@@ -33,8 +38,8 @@ pub fn run(what: Train) -> Result<()> {
         method,
         layers: common.layers.map(|layers| layers.0),
         queries: common.queries,
-        sink: common.sink,
-        window: common.window,
+        sink: near.sink,
+        window: near.window,
         seed: common.seed,
         memory_bytes: config::size(&common.memory).context("--memory")?,
         resume: common.resume,
