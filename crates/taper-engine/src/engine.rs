@@ -249,7 +249,8 @@ impl Engine {
         // Each choice sends at most one delta a token; `Prefilled`, `Prompt` and the last event come on top.
         let room = request.choices * max_tokens.max(1) + 5;
         let (events, receiver) = mpsc::channel(room);
-        let job = Job { request, max_tokens, events, beginning: OnceLock::new(), submitted: Instant::now() };
+        let (beginning, ended) = Default::default();
+        let job = Job { request, max_tokens, events, beginning, submitted: Instant::now(), ended };
         Ok((job.into(), receiver))
     }
 

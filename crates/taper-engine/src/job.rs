@@ -1,9 +1,10 @@
-//! A request with its way back to the client, from the queue to its last event.
+//! A request with its way back to the client, from the queue to its last event, which it has whatever becomes of the engine.
 
 use crate::backend::Backend;
 use crate::request::{Event, Request, RequestError};
 use crate::schedule;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 use taper_attention::Beginning;
 use tokio::sync::mpsc;
@@ -17,6 +18,16 @@ pub(crate) struct Job {
     /// Found out when it is first asked for.
     pub(crate) beginning: OnceLock<Beginning>,
     pub(crate) submitted: Instant,
+    /// Whether its last event was sent.
+    pub(crate) ended: AtomicBool,
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if !self.ended.load(Relaxed) {
+            self.fail(RequestError::Stopped("it ended before the request had".into()));
+        }
+    }
 }
 
 impl Job {
@@ -54,7 +65,13 @@ impl Job {
 
     /// Sends the last event of a request that failed.
     pub(crate) fn fail(&self, error: RequestError) {
-        send(&self.events, Event::Failed(error));
+        self.end(Event::Failed(error));
+    }
+
+    /// Sends the last event.
+    pub(crate) fn end(&self, last: Event) {
+        self.ended.store(true, Relaxed);
+        send(&self.events, last);
     }
 }
 
@@ -63,5 +80,26 @@ impl Job {
 pub(crate) fn send(events: &mpsc::Sender<Event>, event: Event) {
     if let Err(mpsc::error::TrySendError::Full(_)) = events.try_send(event) {
         tracing::error!("an event did not fit its channel: a bug");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_request_has_one_last_event() {
+        let stopped = RequestError::Stopped("it ended before the request had".into());
+        for (fails, last) in [(None, stopped), (Some(RequestError::Deadline), RequestError::Deadline)] {
+            let (events, mut receiver) = mpsc::channel(5);
+            let (request, max_tokens, beginning, ended) = Default::default();
+            let job = Job { request, max_tokens, events, beginning, submitted: Instant::now(), ended };
+            fails.into_iter().for_each(|error| job.fail(error));
+            // As where the engine's thread panics.
+            drop(job);
+            let Some(Event::Failed(error)) = receiver.blocking_recv() else { panic!("there is none") };
+            assert_eq!(error, last);
+            assert!(receiver.blocking_recv().is_none(), "it is the last");
+        }
     }
 }

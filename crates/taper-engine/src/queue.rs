@@ -1,5 +1,5 @@
-//! The bounded queue in front of the engine's thread. A request in it is never lost: it is run, refused aloud, or its
-//! client is gone.
+//! The bounded queue in front of the engine's thread. A request in it is never lost: it is run, refused aloud, told of the
+//! engine's end, or its client is gone.
 
 use crate::engine::{Counts, Load, Steps};
 use crate::request::SubmitError;
@@ -254,13 +254,13 @@ impl<T> Queue<T> {
         self.changed.notify_all();
     }
 
-    /// Nothing runs any more; whatever waits is dropped.
-    pub(crate) fn die(&self) {
+    /// Nothing runs any more, nor will what waits, which is given back.
+    pub(crate) fn die(&self) -> VecDeque<T> {
         let mut state = self.lock();
         state.dead = true;
         state.turn = None;
         (state.running, state.preempted) = (0, 0);
-        state.waiting.clear();
+        std::mem::take(&mut state.waiting)
     }
 
     /// How all of it stands; blocks as they were after the latest step.
@@ -401,10 +401,10 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_queue_drops_what_waits() {
+    fn a_dead_queue_gives_back_what_waits() {
         let queue = Queue::new(2);
         queue.push(vec![1], |_| false).unwrap();
-        queue.die();
+        assert_eq!(queue.die(), [1]);
         assert_eq!(queue.push(vec![2], |_| false), Err(SubmitError::Dead));
         assert_eq!(load(&queue), (0, 0, false, true));
     }

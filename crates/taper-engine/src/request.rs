@@ -188,6 +188,9 @@ pub enum RequestError {
     /// The grammar became too much to follow.
     #[error("the answer could not be kept to its grammar: {0}")]
     Grammar(#[from] GrammarError),
+    /// The engine ended, with nothing that could still answer.
+    #[error("the engine has stopped: {0}")]
+    Stopped(String),
     /// What the request allows leaves no token.
     #[error("no token may come next: the tokens that are allowed, those that are not, and the grammar leave none")]
     NoToken,

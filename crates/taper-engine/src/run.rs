@@ -414,7 +414,7 @@ impl<S> Run<S> {
             seconds = self.started.elapsed().as_secs_f64(),
             "done"
         );
-        send(&self.job.events, Event::Done(usage));
+        self.job.end(Event::Done(usage));
         Ok(true)
     }
 

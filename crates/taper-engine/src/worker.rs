@@ -74,7 +74,7 @@ impl<B: Backend> Worker<B> {
         struct Last(Arc<Queue<Arc<Job>>>);
         impl Drop for Last {
             fn drop(&mut self) {
-                self.0.die();
+                drop(self.0.die());
             }
         }
         let _last = Last(Arc::clone(&self.queue));
@@ -104,10 +104,11 @@ impl<B: Backend> Worker<B> {
                 self.fail_all(&error);
             }
             if std::mem::take(&mut self.failed)
-                && let Err(error) = guard(|| Ok(self.backend.check_alive()?))
+                && let Some(error) = self.dead()
             {
                 tracing::error!(%error, "the backend is dead, and the engine ends");
                 self.fail_all(&error);
+                self.queue.die().iter().for_each(|job| job.fail(error.clone()));
                 return;
             }
             self.queue.turn(false);
@@ -127,6 +128,12 @@ impl<B: Backend> Worker<B> {
             self.check();
         }
         self.count_ended();
+    }
+
+    /// Why no step can succeed any more, if that is so.
+    fn dead(&mut self) -> Option<RequestError> {
+        let dead = guard(|| Ok(self.backend.check_alive().err().map(|error| error.0)));
+        dead.unwrap_or_else(|panic| Some(panic.to_string())).map(RequestError::Stopped)
     }
 
     /// Ends all that were started.
@@ -219,11 +226,11 @@ impl<B: Backend> Worker<B> {
 
     /// Starts what comes from the queue; its place among those that run, if it can.
     fn begin(&mut self, job: Arc<Job>) -> Option<usize> {
-        match guard(|| Ok(Run::new(job, &*self.text))) {
+        match guard(|| Ok(Run::new(Arc::clone(&job), &*self.text))) {
             Ok(run) => self.start(run),
-            // Its caller sees the channel closed, which is an error.
             Err(error) => {
                 tracing::error!(%error, "a request could not begin: a bug");
+                job.fail(error);
                 self.ended += 1;
                 None
             }

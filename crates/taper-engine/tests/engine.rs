@@ -609,3 +609,14 @@ fn a_backend_that_died_ends_the_engine_and_all_requests_and_one_that_failed_does
     }
     assert!(matches!(engine.submit(request("late")), Err(SubmitError::Dead)));
 }
+
+#[test]
+fn who_waits_when_the_backend_dies_is_told_why() {
+    let engine = StubBackend::new("abc").engine(EngineConfig { sequences: 1, ..EngineConfig::default() });
+    let all = engine.submit_all(["DIE", "first in the queue", "second"].map(request).into()).unwrap();
+    let ends: Vec<_> = all.into_iter().map(|events| collect(events).end.unwrap().map(drop)).collect();
+    let waited = Err(RequestError::Stopped("the stub is dead".into()));
+    assert!(matches!(ends[0], Err(RequestError::Step(_))), "{ends:?}");
+    assert_eq!(ends[1..], [waited.clone(), waited]);
+    wait("the thread ends", || engine.load().dead);
+}

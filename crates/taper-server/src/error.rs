@@ -85,11 +85,14 @@ impl From<RequestError> for ApiError {
             RequestError::Deadline => StatusCode::GATEWAY_TIMEOUT,
             // What it asks for is too much, and would be again.
             RequestError::Grammar(_) | RequestError::NoToken => StatusCode::BAD_REQUEST,
+            // As those hear that come later.
+            RequestError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         // What had no time adds to what leaves others none, and the weights give the same numbers.
         let lasting = matches!(error, RequestError::Deadline | RequestError::NonFinite);
-        Self { lasting, ..Self::new(status, error.to_string()) }
+        let retry_after = matches!(error, RequestError::Stopped(_)).then_some(1);
+        Self { lasting, retry_after, ..Self::new(status, error.to_string()) }
     }
 }
 

@@ -71,6 +71,29 @@ async fn a_backend_that_died_is_told_by_health() {
 }
 
 #[tokio::test]
+async fn who_waits_when_the_backend_dies_has_a_503_and_is_no_client_that_left() {
+    let server = server("abc");
+    server.probe.hang.store(true, Ordering::SeqCst);
+    let hangs = server.complete(complete(json!({"prompt": "HANG, then DIE"})));
+    let waits = async {
+        wait("it runs", || server.engine.load().running == 1).await;
+        let waits = server.complete(complete(json!({"prompt": "hi"})));
+        let free = async {
+            wait("it waits", || server.engine.load().waiting == 1).await;
+            server.probe.hang.store(false, Ordering::SeqCst);
+        };
+        tokio::join!(waits, free).0
+    };
+    let (hung, waited) = tokio::join!(hangs, waits);
+    assert_eq!((hung.status, waited.status), (StatusCode::INTERNAL_SERVER_ERROR, StatusCode::SERVICE_UNAVAILABLE));
+    assert_eq!(waited.headers["retry-after"], "1");
+    assert_eq!(waited.error().0, "the engine has stopped: the stub is dead");
+    let metrics = server.get("/metrics").await.text;
+    let ended = |reason: &str| metrics.lines().find(|line| line.contains(&format!("finished_reason=\"{reason}\"")));
+    assert!(ended("error").unwrap().ends_with(" 2") && ended("abort").unwrap().ends_with(" 0"), "{metrics}");
+}
+
+#[tokio::test]
 async fn a_step_that_hangs_is_told_by_health_and_keeps_no_client_beyond_its_deadline() {
     let config = ServerConfig { step_timeout: Duration::from_millis(100), ..ServerConfig::default() };
     let server = custom(StubBackend::new("abc"), EngineConfig::default(), config);
