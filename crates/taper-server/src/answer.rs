@@ -297,6 +297,11 @@ impl Call {
         self.tools.as_ref().map(|tools| tools.calls_in(text.call_format()))
     }
 
+    /// Whether anything is wanted but the prompt.
+    pub(crate) fn answers(&self) -> bool {
+        self.common.stop.max_tokens != Some(0)
+    }
+
     /// Choices in the answer.
     pub(crate) fn total(&self) -> usize {
         self.prompts.len() * self.common.choices

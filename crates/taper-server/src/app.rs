@@ -191,7 +191,7 @@ impl App {
     pub(crate) fn watch(&self, call: &answer::Call, id: &str, came: Instant) -> Watch {
         let spans = self.config.spans.as_ref();
         let generation = spans.and_then(|spans| spans.generation(call, id, self.model_name()));
-        self.metrics.watch(call.common.choices, came, generation)
+        self.metrics.watch(call, came, generation)
     }
 
     /// Refuses a token that the model lacks; `path` names its field.

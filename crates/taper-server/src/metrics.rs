@@ -1,6 +1,7 @@
 //! What Prometheus reads at `/metrics`: vLLM's names where the meaning is the same, so that dashboards, autoscalers and
 //! gateways made for it work, and under `taper:` what attention did.
 
+use crate::answer::Call;
 use crate::spans::Generation;
 use prometheus::core::Collector;
 use prometheus::{
@@ -256,7 +257,7 @@ impl Metrics {
                 "How often a request gave its place in the KV cache up, to be computed again later.",
             )?,
             prompt_tokens: make.counter("vllm:prompt_tokens_total", "Tokens of prompts, cached ones included.")?,
-            generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated, one of each request that wants nothing but its prompt included.")?,
+            generation_tokens: make.counter("vllm:generation_tokens_total", "Tokens generated.")?,
             prefix_queries: make.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the cache.")?,
             prefix_hits: make.counter("vllm:prefix_cache_hits_total", "Those that were there.")?,
             ended,
@@ -338,8 +339,10 @@ impl Metrics {
     }
 
     /// Watches one prompt's events from now on; its span sees them too.
-    pub(crate) fn watch(self: &Arc<Self>, choices: usize, came: Instant, span: Option<Generation>) -> Watch {
-        Watch { metrics: Arc::clone(self), span, came, latest: vec![None; choices], open: choices, unfinished: "abort" }
+    pub(crate) fn watch(self: &Arc<Self>, call: &Call, came: Instant, span: Option<Generation>) -> Watch {
+        let (choices, answers) = (call.common.choices, call.answers());
+        let (metrics, latest) = (Arc::clone(self), vec![None; choices]);
+        Watch { metrics, span, came, answers, latest, open: choices, unfinished: "abort" }
     }
 
     fn done(&self, took: Duration, usage: &Usage) {
@@ -364,6 +367,8 @@ pub(crate) struct Watch {
     metrics: Arc<Metrics>,
     span: Option<Generation>,
     came: Instant,
+    /// Whether there is a first token to wait for.
+    answers: bool,
     /// When each choice had its latest text.
     latest: Vec<Option<Instant>>,
     /// Choices that go on.
@@ -380,7 +385,7 @@ impl Watch {
             Event::Prefilled | Event::Prompt(_) => {}
             Event::Delta(delta) => {
                 let now = Instant::now();
-                if self.latest.iter().all(Option::is_none) {
+                if self.answers && self.latest.iter().all(Option::is_none) {
                     self.metrics.first_token.observe((now - self.came).as_secs_f64());
                 }
                 let latest = self.latest.get_mut(delta.choice);

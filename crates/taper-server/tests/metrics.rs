@@ -82,6 +82,17 @@ async fn what_requests_came_to_is_counted() {
     );
 }
 
+#[tokio::test]
+async fn a_prompt_without_an_answer_has_no_first_token() {
+    let server = server("Hello!");
+    let answer = server.complete(json!({"prompt": "hi", "max_tokens": 0, "echo": true})).await;
+    assert_eq!(answer.json()["choices"][0]["text"], "hi");
+    let seen = samples(&server.get("/metrics").await.text);
+    let counts = |name: &str| seen[&format!("vllm:{name}{{}}")];
+    assert_eq!((counts("e2e_request_latency_seconds_count"), counts("prompt_tokens_total")), (1.0, 2.0));
+    assert_eq!((counts("time_to_first_token_seconds_count"), counts("generation_tokens_total")), (0.0, 0.0));
+}
+
 /// Two tokens of a prompt, then each token of the answer, whose last one ends it.
 #[tokio::test]
 async fn steps_are_counted_by_their_tokens() {

@@ -22,6 +22,7 @@ pub(crate) struct Generation {
     /// Of this prompt.
     context: Context,
     began: (SystemTime, Instant),
+    /// Whether the first token was, or none is wanted.
     told: bool,
     finishes: Vec<StringValue>,
     ended: bool,
@@ -43,7 +44,7 @@ impl Spans {
             outer,
             context,
             began,
-            told: false,
+            told: !call.answers(),
             finishes: Vec::new(),
             ended: false,
         })
