@@ -8,6 +8,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Tokens of a block: one kernel tile.
 pub const BLOCK_TOKENS: usize = 64;
@@ -155,26 +156,37 @@ struct Append<'a> {
 }
 
 impl Append<'_> {
+    /// Tokens that one thread writes: of each block of the pool those that come one behind the other; or all, where they
+    /// are few or a block comes again.
+    fn units(&self) -> Vec<Range<usize>> {
+        let (tokens, block) = (self.slots.len(), |token: usize| self.slots[token] as usize / BLOCK_TOKENS);
+        if tokens < BLOCK_TOKENS {
+            return vec![0..tokens];
+        }
+        let starts = || (0..tokens).filter(|&token| token == 0 || block(token) != block(token - 1));
+        let mut blocks: Vec<usize> = starts().map(block).collect();
+        blocks.sort_unstable();
+        if blocks.windows(2).any(|two| two[0] == two[1]) {
+            return vec![0..tokens];
+        }
+        starts().zip(starts().skip(1).chain([tokens])).map(|(start, end)| start..end).collect()
+    }
+
     fn write<T: KvElement>(&self, pool: &mut [T], rows: &[f32]) {
-        let (pool, width) = (SharedMut::new(pool), self.kv_heads * self.head_dim);
-        // One thread takes all of a few tokens.
-        let heads = if self.slots.len() < BLOCK_TOKENS { self.kv_heads } else { 1 };
-        parallel::for_each(
-            self.kv_heads / heads,
-            || (),
-            |(), unit| {
-                for (row, &slot) in rows.chunks_exact(width).zip(self.slots) {
-                    let (block, offset) = (slot as usize / BLOCK_TOKENS, slot as usize % BLOCK_TOKENS);
-                    for head in unit * heads..(unit + 1) * heads {
-                        let at = ((block * self.kv_heads + head) * BLOCK_TOKENS + offset) * self.head_dim;
-                        // SAFETY: each head belongs to one unit.
-                        let to = unsafe { pool.slice(at, self.head_dim) };
-                        let from = &row[head * self.head_dim..][..self.head_dim];
-                        T::round(from, to);
-                    }
+        let (pool, units) = (SharedMut::new(pool), self.units());
+        let (d, width) = (self.head_dim, self.kv_heads * self.head_dim);
+        let write = |(): &mut (), unit: usize| {
+            for token in units[unit].clone() {
+                let (block, row) =
+                    (self.slots[token] as usize / BLOCK_TOKENS, self.slots[token] as usize % BLOCK_TOKENS);
+                for (head, from) in rows[token * width..][..width].chunks_exact(d).enumerate() {
+                    let at = ((block * self.kv_heads + head) * BLOCK_TOKENS + row) * d;
+                    // SAFETY: each block belongs to one unit.
+                    T::round(from, unsafe { pool.slice(at, d) });
                 }
-            },
-        );
+            }
+        };
+        parallel::for_each(units.len(), || (), write);
     }
 }
 
@@ -250,5 +262,34 @@ impl InplaceOp1 for CopyBlock {
             _ => with_kv_element!(pool.dtype(), T => T::slice_mut(pool).expect("dtype matched").copy_within(from, to)),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Numbers;
+
+    #[test]
+    fn rows_are_where_their_slots_say() {
+        let (heads, d, blocks) = (3, 8, 9);
+        let at = |block: u32, rows: Range<u32>| rows.map(move |row| block * BLOCK_TOKENS as u32 + row);
+        let whole: Vec<u32> = at(7, 50..64).chain(at(2, 0..64)).chain(at(8, 0..64)).chain(at(0, 0..5)).collect();
+        // One block comes again, and one row of it.
+        let again: Vec<u32> = at(3, 0..40).chain(at(1, 0..64)).chain(at(3, 39..64)).collect();
+        for (slots, units) in [(whole.clone(), 4), (again, 1), (whole[..63].to_vec(), 1), (Vec::new(), 1)] {
+            let rows = Numbers(31).tensor(&[slots.len(), heads, d]);
+            assert_eq!(Append { kv_heads: heads, head_dim: d, slots: &slots }.units().len(), units);
+            let pool = zeros((blocks, heads, BLOCK_TOKENS, d), DType::F32, &Device::Cpu).unwrap();
+            append(&pool, &rows, &slots).unwrap();
+            let mut expected = vec![0f32; blocks * heads * BLOCK_TOKENS * d];
+            let rows = rows.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            for (i, from) in rows.chunks_exact(d).enumerate() {
+                let (slot, head) = (slots[i / heads] as usize, i % heads);
+                let at = ((slot / BLOCK_TOKENS * heads + head) * BLOCK_TOKENS + slot % BLOCK_TOKENS) * d;
+                expected[at..at + d].copy_from_slice(from);
+            }
+            assert_eq!(pool.flatten_all().unwrap().to_vec1::<f32>().unwrap(), expected);
+        }
     }
 }
