@@ -465,7 +465,7 @@ struct Draws {
 
 impl Draws {
     /// Points that the iterator evaluates together.
-    const RUN: u32 = 256;
+    const RUN: u32 = 64;
 
     fn new(keys: &Keys, visible: &Range<usize>, stream: &Stream) -> Self {
         let mut chosen = vec![0u64; visible.len().div_ceil(64)];
