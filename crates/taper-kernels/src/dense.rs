@@ -81,10 +81,12 @@ impl Panels {
         let (tokens, panels) = (x.len() / inputs.max(1), outputs.div_ceil(PANEL));
         let fits = onto.is_none_or(|onto| onto.len() == tokens * outputs);
         assert!(x.len() == tokens * inputs && fits, "activations of another width");
-        let unit_panels = (UNIT_BYTES / (inputs * PANEL * size_of::<T>()).max(1)).next_power_of_two().clamp(2, 8);
+        let most = (UNIT_BYTES / (inputs * PANEL * size_of::<T>()).max(1)).next_power_of_two().clamp(2, 8);
+        // Several panels at once where there are: see `tiles`.
+        let step = most.min(4);
         let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-            parallel::for_each_block((panels, unit_panels), (tokens, UNIT_TOKENS), |panels, tokens| {
+            parallel::for_each_block((panels, step, most), (tokens, UNIT_TOKENS), |panels, tokens| {
                 let unit = &Unit { data, x, onto, out, outputs, inputs, panels };
                 dispatch!(isa, products::<_, T: KvElement>(unit: &Unit<T>, tokens: Range<usize>));
             });

@@ -103,7 +103,7 @@ impl Packed {
         let pairs = isa.adds_byte_products();
         let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-            parallel::for_each_block((panels, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
+            parallel::for_each_block((panels, 2, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
                 while !panels.is_empty() {
                     let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
                     let pair = panels.start..panels.start + wide;
@@ -191,13 +191,13 @@ impl Packed {
     }
 }
 
-/// Panels of a work unit.
+/// Panels of a work unit at most, pairs of them.
 const UNIT_PANELS: usize = 8;
 /// Tokens of a work unit: their activations stay in the first-level cache.
 const UNIT_TOKENS: usize = 64;
 /// Tokens of a register tile of one panel.
 const TILE_TOKENS: usize = 4;
-/// Tokens of a register tile of two panels, and of a group of activations.
+/// Tokens of a register tile of two panels, and of a group of activations, at most.
 const TOGETHER: usize = 8;
 
 /// Puts one row's block in its place: weight `k` of row `r` at byte `4 r + k % 4` of vector `k / 4`; of two 4-bit
@@ -220,10 +220,12 @@ fn pack_block(bits: Bits, row: usize, source: &[u8], head: usize, offset: bool, 
     }
 }
 
-/// Activations `[T, inputs]` rounded to 8 bits in blocks of 32. Eight tokens lie side by side, `[T / 8, blocks, 8]`, so that
-/// those of a tile are at fixed distances; the last group is filled up with zeros.
+/// Activations `[T, inputs]` rounded to 8 bits in blocks of 32. A group of tokens lies side by side, `[T / group, blocks, group]`,
+/// so that those of a tile are at fixed distances; the last group is filled up with zeros.
 struct Activations {
     blocks: usize,
+    /// Tokens of a group: eight, or fewer where there are no more, whose activations then lie in as few lines.
+    group: usize,
     /// 32 a block.
     q: Vec<i8>,
     /// What a step is worth.
@@ -237,8 +239,8 @@ struct Activations {
 impl Activations {
     fn round(isa: Isa, x: &[f32], inputs: usize) -> Self {
         let (tokens, blocks) = (x.len() / inputs, inputs / BLOCK);
-        let size = blocks * TOGETHER;
-        let groups = tokens.div_ceil(TOGETHER);
+        let together = TOGETHER.min(tokens.next_power_of_two());
+        let (size, groups) = (blocks * together, tokens.div_ceil(together));
         let mut q = vec![0i8; groups * size * BLOCK];
         let (mut scale, mut sum) = (vec![0f32; groups * size], vec![0f32; groups * size]);
         let mut total = vec![0i32; groups * size];
@@ -261,10 +263,10 @@ impl Activations {
                     )
                 };
                 let (q, _) = q.as_chunks_mut::<BLOCK>();
-                let tokens = x[group * TOGETHER * inputs..].chunks_exact(inputs).take(TOGETHER);
+                let tokens = x[group * together * inputs..].chunks_exact(inputs).take(together);
                 for (t, x) in tokens.enumerate() {
                     for (block, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
-                        let at = block * TOGETHER + t;
+                        let at = block * together + t;
                         // SAFETY: the other instruction sets include AVX2.
                         (scale[at], total[at]) = unsafe { round(x, &mut q[at]) };
                         sum[at] = total[at] as f32 * scale[at];
@@ -272,12 +274,12 @@ impl Activations {
                 }
             },
         );
-        Self { blocks, q, scale, total, sum }
+        Self { blocks, group: together, q, scale, total, sum }
     }
 
     /// The place of a token's block.
     fn at(&self, token: usize, block: usize) -> usize {
-        (token / TOGETHER * self.blocks + block) * TOGETHER + token % TOGETHER
+        (token / self.group * self.blocks + block) * self.group + token % self.group
     }
 }
 

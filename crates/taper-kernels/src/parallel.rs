@@ -22,7 +22,8 @@ pub fn for_each<S>(units: usize, scratch: impl Fn() -> S + Sync, unit: impl Fn(&
         }
         return;
     }
-    let next = AtomicUsize::new(0);
+    // On a line of its own: what else helpers read here stays with them.
+    let next = CachePadded::new(AtomicUsize::new(0));
     let work = || {
         let mut own = None;
         loop {
@@ -69,20 +70,31 @@ pub(crate) fn map<T: Send>(units: usize, unit: impl Fn(usize) -> T + Sync) -> Ve
     all.into_iter().map(|one| one.expect("every unit ran")).collect()
 }
 
-/// Runs `unit(rows, columns)` for blocks of at most so many rows and columns of a grid; each pair is (all, of a block).
-/// Blocks that follow one another share their rows.
+/// Runs `unit(rows, columns)` for blocks of a grid; each pair is (all, of a block at most). Blocks of rows are multiples of
+/// `step`, of a size that leaves the busiest thread the least. Those that follow one another share their rows.
 pub(crate) fn for_each_block(
-    (rows, block_rows): (usize, usize),
+    (rows, step, most_rows): (usize, usize, usize),
     (columns, block_columns): (usize, usize),
     unit: impl Fn(Range<usize>, Range<usize>) + Sync,
 ) {
     let across = columns.div_ceil(block_columns);
+    let block_rows = fair((rows, step, most_rows), across, rayon::current_num_threads());
     let block = |i: usize, size: usize, all: usize| i * size..((i + 1) * size).min(all);
     for_each(
         rows.div_ceil(block_rows) * across,
         || (),
         |(), i| unit(block(i / across, block_rows, rows), block(i % across, block_columns, columns)),
     );
+}
+
+/// The size of blocks of rows, a multiple of `step` up to `most`, by which the busiest of the threads has the fewest, where there
+/// are so many blocks `across` of each; of those by which it has as many the largest. What one block holds stays one.
+fn fair((rows, step, most): (usize, usize, usize), across: usize, threads: usize) -> usize {
+    if rows * across <= most {
+        return most;
+    }
+    let busiest = |size: &usize| (rows.div_ceil(*size) * across).div_ceil(threads) * size;
+    (1..=most / step).rev().map(|steps| steps * step).min_by_key(busiest).unwrap_or(most)
 }
 
 thread_local! {
@@ -115,8 +127,8 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
     }
     // Whoever calls from outside waits for a thread of the pool, which leads.
     rayon::scope(|_| {
-        let (team, leader, threads) =
-            (Arc::new(Team::default()), rayon::current_thread_index(), rayon::current_num_threads());
+        let (leader, threads) = (rayon::current_thread_index(), rayon::current_num_threads());
+        let team = Arc::new(Team::new(threads, leader));
         let helpers = Arc::clone(&team);
         // A place for each thread: with places for any, one that looks for the pool's work would take the others' within its own.
         rayon::spawn_broadcast(move |thread| {
@@ -126,7 +138,7 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
             helpers.arrived.fetch_add(1, Release);
             // One that is in another step stays there: that one may wait for what this thread is at.
             if !IN_STEP.replace(true) {
-                helpers.watch();
+                helpers.watch(&helpers.joined[thread.index()]);
                 IN_STEP.set(false);
             }
         });
@@ -154,8 +166,11 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
 const WITHIN: usize = 8;
 
 /// What a leader and its helpers share.
-#[derive(Default)]
 struct Team {
+    /// What each thread of the pool has joined, or is about to.
+    joined: Box<[CachePadded<Joined>]>,
+    /// The leader's place among them.
+    leader: usize,
     /// The step's loop at hand.
     loops: Slot,
     /// Those of its units.
@@ -168,17 +183,32 @@ struct Team {
 /// Work that any number of threads may join, and that has nothing left for anyone once it returned to one of them.
 struct Job<'a>(&'a (dyn Fn() + Sync));
 
+/// Where some thread says which job it is at; null for none. One place and not a count: threads that come and go at once
+/// would wait for one another.
+type Joined = AtomicPtr<Job<'static>>;
+
 /// Looks before a waiting thread offers its core.
 const IDLE_LOOKS: u32 = 2000;
-/// Every so many looks one is for the pool's own work.
-const POOL_LOOKS: u32 = 16;
+/// After so many looks in vain one is for the pool's own work.
+const POOL_LOOKS: u32 = 64;
 
 impl Team {
+    fn new(threads: usize, leader: Option<usize>) -> Self {
+        Self {
+            joined: (0..threads).map(|_| CachePadded::default()).collect(),
+            leader: leader.expect("a thread of the pool leads"),
+            loops: Slot::default(),
+            within: Default::default(),
+            arrived: CachePadded::default(),
+            ended: CachePadded::default(),
+        }
+    }
+
     /// Shares out a loop of the step. While it waits for the last units, it helps with their own loops; never with the
     /// pool's work.
     fn share(&self, work: &(dyn Fn() + Sync)) {
-        let mut turns = [0; WITHIN];
-        self.loops.share(&|| self.unit(work), || join_any(&self.within, &mut turns));
+        let (own, mut turns) = (&self.joined[self.leader], [0; WITHIN]);
+        self.loops.share(&self.joined, &|| self.unit(work), || join_any(&self.within, own, &mut turns));
     }
 
     /// Shares out a loop of a unit, unless as many others' are at hand as may be.
@@ -186,7 +216,7 @@ impl Team {
         let free = |slot: &&Slot| !slot.taken.load(Relaxed) && !slot.taken.swap(true, SeqCst);
         let Some(slot) = self.within.iter().find(free) else { return self.unit(work) };
         let _free = Defer(|| slot.taken.store(false, SeqCst));
-        slot.share(&|| self.unit(work), || false);
+        slot.share(&self.joined, &|| self.unit(work), || false);
     }
 
     /// Runs units, whose own loops are then shared out within the team.
@@ -197,12 +227,13 @@ impl Team {
         work();
     }
 
-    /// A helper's life: joins the work at hand, else the pool's.
-    fn watch(&self) {
+    /// A helper's life: joins the work at hand, else the pool's. `own` is its place among those that joined.
+    fn watch(&self, own: &Joined) {
         let (mut looks, mut turn, mut turns) = (0, 0, [0; WITHIN]);
         while !self.ended.load(Acquire) {
-            let joined = self.loops.join(&mut turn) | join_any(&self.within, &mut turns);
-            if joined || looks % POOL_LOOKS == 0 && rayon::yield_now() == Some(rayon::Yield::Executed) {
+            let joined = self.loops.join(own, &mut turn) | join_any(&self.within, own, &mut turns);
+            let pool = || looks % POOL_LOOKS == POOL_LOOKS - 1;
+            if joined || pool() && rayon::yield_now() == Some(rayon::Yield::Executed) {
                 looks = 0;
             } else {
                 pause(&mut looks);
@@ -212,15 +243,13 @@ impl Team {
 }
 
 /// Helps with the work at hand in any of the slots; whether there was any.
-fn join_any(slots: &[Slot], turns: &mut [usize]) -> bool {
-    slots.iter().zip(turns).fold(false, |any, (slot, turn)| any | slot.join(turn))
+fn join_any(slots: &[Slot], own: &Joined, turns: &mut [usize]) -> bool {
+    slots.iter().zip(turns).fold(false, |any, (slot, turn)| any | slot.join(own, turn))
 }
 
-/// A place for one job at a time. What all helpers look at lies apart from what they count themselves in.
+/// A place for one job at a time.
 #[derive(Default)]
 struct Slot {
-    /// Helpers that may be at it.
-    helpers: CachePadded<AtomicUsize>,
     /// The work at hand, or null.
     job: AtomicPtr<Job<'static>>,
     /// How many jobs there have been.
@@ -234,14 +263,17 @@ struct Slot {
 impl Slot {
     /// Does the work together with the helpers that come; returns when all are done, and panics with what some work did on any
     /// of them. While it waits it calls `meanwhile`, which says whether it did anything.
-    fn share(&self, work: &(dyn Fn() + Sync), mut meanwhile: impl FnMut() -> bool) {
+    fn share(&self, joined: &[CachePadded<Joined>], work: &(dyn Fn() + Sync), mut meanwhile: impl FnMut() -> bool) {
         let job = Job(work);
+        let here = (&raw const job).cast::<Job<'static>>().cast_mut();
         let close = |meanwhile: &mut dyn FnMut() -> bool| {
             self.job.store(std::ptr::null_mut(), SeqCst);
             let mut looks = 0;
-            while self.helpers.load(SeqCst) > 0 {
-                if !meanwhile() {
-                    pause(&mut looks);
+            for joined in joined {
+                while joined.load(SeqCst) == here {
+                    if !meanwhile() {
+                        pause(&mut looks);
+                    }
                 }
             }
         };
@@ -249,7 +281,7 @@ impl Slot {
         let _closed = Defer(|| close(&mut || false));
         *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.turn.fetch_add(1, SeqCst);
-        self.job.store((&raw const job).cast::<Job<'static>>().cast_mut(), SeqCst);
+        self.job.store(here, SeqCst);
         work();
         close(&mut meanwhile);
         if let Some(panic) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -257,21 +289,23 @@ impl Slot {
         }
     }
 
-    /// Helps with the work at hand, unless it is that of `turn`, where this thread has been; whether there was any.
-    fn join(&self, turn: &mut usize) -> bool {
+    /// Helps with the work at hand, unless it is that of `turn`, where this thread has been; whether there was any. `own` is
+    /// where this thread says what it has joined: nothing yet.
+    fn join(&self, own: &Joined, turn: &mut usize) -> bool {
         // A later job's turn than the one seen here: then the thread comes back to that job in vain, once.
         let at_hand = self.turn.load(SeqCst);
-        if at_hand == *turn || self.job.load(Relaxed).is_null() {
+        let job = self.job.load(Relaxed);
+        if at_hand == *turn || job.is_null() {
             return false;
         }
-        self.helpers.fetch_add(1, SeqCst);
-        let _leave = Defer(|| _ = self.helpers.fetch_sub(1, SeqCst));
-        let job = self.job.load(SeqCst);
-        if job.is_null() {
+        own.store(job, SeqCst);
+        let _leave = Defer(|| own.store(std::ptr::null_mut(), Release));
+        if self.job.load(SeqCst) != job {
             return false;
         }
-        // SAFETY: a job seen after the helper was counted stays until the helper has left: in the one order of these
-        // operations, the leader's null comes after the load here, so its look at the count sees this helper.
+        // SAFETY: a job that is still at hand once this thread has said that it joins it stays until the thread has left: in
+        // the one order of these operations the leader's null comes after the load here, so that its look at who joined sees
+        // this thread. If another job has come to the same place meanwhile, it is that one's leader who sees it.
         let work = || unsafe { ((*job).0)() };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(work)) {
             self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
@@ -325,7 +359,7 @@ pub(crate) unsafe fn written<T, const N: usize>(
     all
 }
 
-/// Numbers that one thread writes at a time: fewer are not worth another thread.
+/// Numbers that one thread writes at a time at most.
 const ROW_SPAN: usize = 16 << 10;
 
 /// Buffers of rows of so many numbers each, of which `write` writes each row's, every one; rows are shared out.
@@ -338,8 +372,9 @@ pub(crate) unsafe fn rows<T: Send, const N: usize>(
     write: impl Fn(usize, [&mut [MaybeUninit<T>]; N]) + Sync,
 ) -> [Vec<T>; N] {
     let span = (ROW_SPAN / widths.iter().sum::<usize>().max(1)).max(1);
+    let step = span.div_ceil(4);
     let all = |out: [SharedMut<MaybeUninit<T>>; N]| {
-        for_each_block((rows, span), (1, 1), |rows, _| {
+        for_each_block((rows, step, span), (1, 1), |rows, _| {
             for row in rows {
                 // SAFETY: each row belongs to one span.
                 write(row, std::array::from_fn(|i| unsafe { out[i].slice(row * widths[i], widths[i]) }));
@@ -406,6 +441,17 @@ mod tests {
             out.iter().enumerate().all(|(i, x)| if i % 2 == 0 { *x == (i / 2) as f32 } else { x.is_nan() }),
             "{out:?}"
         );
+    }
+
+    #[test]
+    fn blocks_are_as_large_as_leaves_the_busiest_thread_the_least() {
+        // (threads, rows, across, rows of a block): by blocks of eight one of eight threads would have two of the nine.
+        for (threads, rows, across, size) in
+            [(1, 72, 1, 8), (4, 72, 1, 6), (8, 72, 1, 2), (16, 384, 1, 8), (2, 5, 3, 2), (4, 8, 1, 8)]
+        {
+            assert_eq!(fair((rows, 2, 8), across, threads), size, "{threads} {rows}");
+        }
+        assert_eq!((fair((0, 2, 8), 1, 3), fair((9, 4, 2), 1, 3)), (8, 2));
     }
 
     #[test]
