@@ -54,30 +54,6 @@ fn agrees_with_f64_on_every_instruction_set_dtype_and_group() {
 }
 
 #[test]
-fn tiles_are_cut_for_the_threads_and_rows_are_what_they_were() {
-    let (mut numbers, positions) = (Numbers(77), (100..612).collect::<Vec<u32>>());
-    let cache = Cache::new(&mut numbers, 612, 3, 16, DType::F16);
-    let q = numbers.tensor(&[512, 9, 16]);
-    let rows = Rows { q: &q, kv: cache.kv(), table: &cache.table, positions: &positions, window: None };
-    let dims = tile::Dims { q_heads: 9, kv_heads: 3, group: 3, head_dim: 16, padded: 32 };
-    let attend = |threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let tiles = pool.install(|| tile::tiles(&positions, &Mask::Causal.into(), &dims)).unwrap();
-        let out = pool.install(|| prefill_with(Isa::best(), &rows, Mask::Causal.into())).unwrap().0;
-        let bits: Vec<u32> = out.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().map(|x| x.to_bits()).collect();
-        (tiles.len(), bits)
-    };
-    let (few, alone) = attend(1);
-    assert_eq!(few, 24);
-    // Of 24 tiles one of 16 threads would have two.
-    for (threads, tiles) in [(2, 24), (8, 24), (16, 48)] {
-        let (count, bits) = attend(threads);
-        assert_eq!(count, tiles, "{threads} threads");
-        assert!(bits == alone, "{threads} threads");
-    }
-}
-
-#[test]
 fn rows_may_stand_far_apart() {
     let anchors: Vec<u32> = (0..20).map(|j| j * 64).chain(1250..1290).collect();
     for isa in Isa::available() {

@@ -22,8 +22,6 @@ pub(super) struct Dims {
 
 /// Lines (rows × heads) of a tile: enough to pay for unpacking a block of keys.
 pub(super) const TILE_LINES: usize = 192;
-/// Tiles a thread below which it is looked whether half as large ones leave the busiest less.
-const FEW_TILES: usize = 8;
 
 impl Dims {
     /// Rows of a tile of so many heads.
@@ -41,24 +39,8 @@ pub(super) struct Tile {
     list: usize,
 }
 
-/// Cuts rows and heads into tiles for the threads there are, those of the last rows first.
+/// Cuts rows and heads into tiles, those of the last rows first.
 pub(super) fn tiles(positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec<Tile>> {
-    tiles_for(rayon::current_num_threads(), positions, reads, dims)
-}
-
-fn tiles_for(threads: usize, positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec<Tile>> {
-    let whole = cut(1, positions, reads, dims)?;
-    if threads > 1 && whole.len() < FEW_TILES * threads {
-        let halves = cut(2, positions, reads, dims)?;
-        if halves.len().div_ceil(threads) < 2 * whole.len().div_ceil(threads) {
-            return Ok(halves);
-        }
-    }
-    Ok(whole)
-}
-
-/// Tiles of rows by so many parts of what one may have.
-fn cut(parts: usize, positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Vec<Tile>> {
     let (runs, lists) = match reads {
         Reads::Mask(_) => (std::iter::once(0..positions.len()).collect(), dims.kv_heads),
         Reads::Selection(selection) => {
@@ -79,7 +61,7 @@ fn cut(parts: usize, positions: &[u32], reads: &Reads, dims: &Dims) -> Result<Ve
     for (run, all) in runs.into_iter().enumerate().rev() {
         for list in alike(reads, run, lists, dims) {
             let heads = list.start * each..list.end * each;
-            let rows = dims.tile_rows(heads.len()).div_ceil(parts);
+            let rows = dims.tile_rows(heads.len());
             tiles.extend(all.clone().step_by(rows).rev().map(|start| Tile {
                 rows: start..(start + rows).min(all.end),
                 heads: heads.clone(),
