@@ -48,9 +48,7 @@ impl PhaseReport {
 
     /// Adds what sampling came to.
     pub fn add_budgets(&mut self, budgets: &[Budget]) {
-        // Where no more is left than a first look takes, all is read and nothing chosen. A first look may find no key.
-        let chosen = |b: &&Budget| b.dense || b.pilot > 0 || b.sampled < b.residual;
-        self.promised_heads += budgets.iter().filter(chosen).count() as u64;
+        self.promised_heads += budgets.iter().filter(|b| b.promised()).count() as u64;
         self.dense_heads += budgets.iter().filter(|b| b.dense).count() as u64;
     }
 

@@ -310,27 +310,27 @@ impl Sequence {
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
     pub fn decode_by(&mut self, spec: &AttentionSpec) {
-        let (decode, audit) = (spec.decode.clone(), spec.audit);
-        self.spec = Arc::new(AttentionSpec { decode, audit, ..(*self.spec).clone() });
+        self.change(|own| (own.decode, own.audit) = (spec.decode.clone(), spec.audit));
     }
 
     /// From here on tokens are attended by a decode method that is in no registry, and goes by a name of its own.
     pub fn decode_by_own(&mut self, name: &'static str, method: Arc<dyn DecodeMethod>) {
-        let decode = Chosen { name, json: serde_json::json!({ "method": name }), method };
-        self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
+        self.change(|own| own.decode = Chosen { name, json: serde_json::json!({ "method": name }), method });
     }
 
     /// From here on what attends for tokens goes around the decode method, by whose name and parameters it is known.
     pub fn decode_around(&mut self, around: impl FnOnce(Arc<dyn DecodeMethod>) -> Arc<dyn DecodeMethod>) {
-        let Chosen { name, json, method } = self.spec.decode.clone();
-        let decode = Chosen { name, json, method: around(method) };
-        self.spec = Arc::new(AttentionSpec { decode, ..(*self.spec).clone() });
+        self.change(|own| own.decode.method = around(own.decode.method.clone()));
     }
 
     /// As [`decode_by_own`](Self::decode_by_own), of a prompt's prefill method.
     pub fn prefill_by_own(&mut self, name: &'static str, method: Arc<dyn PrefillMethod>) {
-        let prefill = Chosen { name, json: serde_json::json!({ "method": name }), method };
-        self.spec = Arc::new(AttentionSpec { prefill, ..(*self.spec).clone() });
+        self.change(|own| own.prefill = Chosen { name, json: serde_json::json!({ "method": name }), method });
+    }
+
+    /// A spec of its own from here on.
+    fn change(&mut self, change: impl FnOnce(&mut AttentionSpec)) {
+        change(Arc::make_mut(&mut self.spec));
     }
 
     /// Lets the tokens after the first `tokens` go, as if they had never come. Those of the prompt stay.

@@ -7,7 +7,7 @@ mod text;
 
 use crate::backend::{Backend, BackendError, CheckedDrafts, Input, Limits, Row, Underway, Wanted, lacks_memory};
 use crate::sampler::logprobs;
-use candle_core::{DType, Device, Storage, Tensor, bail};
+use candle_core::{DType, Device, Tensor};
 pub use device::{DeviceChoice, runs_on_cuda};
 use lookahead::{Lookahead, go_on};
 use rayon::prelude::*;
@@ -16,6 +16,7 @@ use std::sync::Arc;
 use taper_attention::{
     AttentionBatch, AttentionSpec, AttentionUsage, Beginning, Chunk, ModelKey, Sequence, Span, leaders,
 };
+use taper_kernels::floats::with_floats;
 use taper_kernels::parallel;
 use taper_kernels::token::{self, Chosen, Draw};
 use taper_kv_cache::{BLOCK_TOKENS, KvError, KvPool, KvShape};
@@ -357,17 +358,13 @@ fn finish(model: &Model, hidden: &Tensor, wanted: &[Wanted]) -> candle_core::Res
 /// once, in host memory on all threads. Only logits that are wanted themselves are copied.
 fn drawn(logits: &Tensor, wanted: &[Wanted]) -> candle_core::Result<Vec<Row>> {
     if logits.device().is_cpu() {
+        let row = |(row, wants): (&[f32], &Wanted)| match wants {
+            Wanted::Logits | Wanted::Hidden => Row::Logits(row.to_vec()),
+            Wanted::Token(draw) => Row::Token(token::pick(row, draw)),
+            &Wanted::Score { token, top } => Row::Score(logprobs(row, token, top)),
+        };
         let (logits, vocab) = (logits.contiguous()?, logits.dims2()?.1);
-        let (storage, layout) = logits.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { bail!("logits that are not in host memory") };
-        let rows = storage.as_slice::<f32>()?[layout.start_offset()..].par_chunks_exact(vocab).zip(wanted);
-        return Ok(rows
-            .map(|(row, wants)| match wants {
-                Wanted::Logits | Wanted::Hidden => Row::Logits(row.to_vec()),
-                Wanted::Token(draw) => Row::Token(token::pick(row, draw)),
-                &Wanted::Score { token, top } => Row::Score(logprobs(row, token, top)),
-            })
-            .collect());
+        return with_floats("logits", [&logits], |[all]| all.par_chunks_exact(vocab).zip(wanted).map(row).collect());
     }
     let draws: Vec<Draw> = wanted.iter().map(|wants| wants.draw().unwrap_or(Draw::LIKELIEST)).collect();
     let drawn = if wanted.iter().any(|wants| wants.draw().is_some()) { token::choose(logits, &draws)? } else { None };

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
 ///
 /// # Errors
 /// A tensor that is not contiguous f32 on the CPU.
-pub(crate) fn with_floats<const N: usize, R>(
+pub fn with_floats<const N: usize, R>(
     what: &str,
     tensors: [&Tensor; N],
     run: impl FnOnce([&[f32]; N]) -> R,

@@ -8,7 +8,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Result, Tensor, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use std::ops::Range;
 
 /// Tokens of a block: one kernel tile.
 pub const BLOCK_TOKENS: usize = 64;
@@ -156,27 +155,29 @@ struct Append<'a> {
 }
 
 impl Append<'_> {
-    /// Tokens that one thread writes: of each block of the pool those that come one behind the other; or all, where they
-    /// are few or a block comes again.
-    fn units(&self) -> Vec<Range<usize>> {
+    /// Where the tokens begin that one thread writes, and where the last ones end: of each block of the pool those that come
+    /// one behind the other; or all, where they are few or a block comes again.
+    fn bounds(&self) -> Vec<usize> {
         let (tokens, block) = (self.slots.len(), |token: usize| self.slots[token] as usize / BLOCK_TOKENS);
         if tokens < BLOCK_TOKENS {
-            return vec![0..tokens];
+            return vec![0, tokens];
         }
-        let starts = || (0..tokens).filter(|&token| token == 0 || block(token) != block(token - 1));
-        let mut blocks: Vec<usize> = starts().map(block).collect();
+        let begins = |token: &usize| *token == 0 || block(*token) != block(token - 1);
+        let mut bounds: Vec<usize> = (0..tokens).filter(begins).collect();
+        let mut blocks: Vec<usize> = bounds.iter().map(|&token| block(token)).collect();
         blocks.sort_unstable();
         if blocks.windows(2).any(|two| two[0] == two[1]) {
-            return vec![0..tokens];
+            return vec![0, tokens];
         }
-        starts().zip(starts().skip(1).chain([tokens])).map(|(start, end)| start..end).collect()
+        bounds.push(tokens);
+        bounds
     }
 
     fn write<T: KvElement>(&self, pool: &mut [T], rows: &[f32]) {
-        let (pool, units) = (SharedMut::new(pool), self.units());
+        let (pool, bounds) = (SharedMut::new(pool), self.bounds());
         let (d, width) = (self.head_dim, self.kv_heads * self.head_dim);
         let write = |(): &mut (), unit: usize| {
-            for token in units[unit].clone() {
+            for token in bounds[unit]..bounds[unit + 1] {
                 let (block, row) =
                     (self.slots[token] as usize / BLOCK_TOKENS, self.slots[token] as usize % BLOCK_TOKENS);
                 for (head, from) in rows[token * width..][..width].chunks_exact(d).enumerate() {
@@ -186,7 +187,7 @@ impl Append<'_> {
                 }
             }
         };
-        parallel::for_each(units.len(), || (), write);
+        parallel::for_each(bounds.len() - 1, || (), write);
     }
 }
 
@@ -269,6 +270,7 @@ impl InplaceOp1 for CopyBlock {
 mod tests {
     use super::*;
     use crate::testing::Numbers;
+    use std::ops::Range;
 
     #[test]
     fn rows_are_where_their_slots_say() {
@@ -279,7 +281,7 @@ mod tests {
         let again: Vec<u32> = at(3, 0..40).chain(at(1, 0..64)).chain(at(3, 39..64)).collect();
         for (slots, units) in [(whole.clone(), 4), (again, 1), (whole[..63].to_vec(), 1), (Vec::new(), 1)] {
             let rows = Numbers(31).tensor(&[slots.len(), heads, d]);
-            assert_eq!(Append { kv_heads: heads, head_dim: d, slots: &slots }.units().len(), units);
+            assert_eq!(Append { kv_heads: heads, head_dim: d, slots: &slots }.bounds().len() - 1, units);
             let pool = zeros((blocks, heads, BLOCK_TOKENS, d), DType::F32, &Device::Cpu).unwrap();
             append(&pool, &rows, &slots).unwrap();
             let mut expected = vec![0f32; blocks * heads * BLOCK_TOKENS * d];

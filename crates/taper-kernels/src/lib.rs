@@ -7,7 +7,7 @@ pub mod correct;
 pub mod cuda;
 pub mod decode;
 mod dense;
-mod floats;
+pub mod floats;
 mod gemm;
 pub mod index;
 pub mod kv;

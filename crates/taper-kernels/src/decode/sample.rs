@@ -79,6 +79,14 @@ pub struct Budget {
     pub dense: bool,
 }
 
+impl Budget {
+    /// Whether the head's keys were chosen to keep a promise: not where no more is left than a first look takes, so that all is
+    /// read anyway. A first look may find no key.
+    pub fn promised(&self) -> bool {
+        self.dense || self.pilot > 0 || self.sampled < self.residual
+    }
+}
+
 /// Where a budget asks for more than twice the sample, it grows to this share of that, at most so many times itself, and at least
 /// twice.
 pub(crate) const GROWTH: (f32, f32) = (0.5, 8.0);
