@@ -25,7 +25,7 @@ pub(crate) struct Job {
 impl Drop for Job {
     fn drop(&mut self) {
         if !self.ended.load(Relaxed) {
-            self.fail(RequestError::Stopped("it ended before the request had".into()));
+            self.fail(RequestError::Stopped("its thread ended; the server's log says why".into()));
         }
     }
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Outputs of a panel.
 const PANEL: usize = 16;
-/// Bytes of the panels of a work unit.
+/// Bytes of the panels of a work unit at most.
 const UNIT_BYTES: usize = 64 << 10;
 /// Tokens of a work unit: their activations stay in the second-level cache.
 const UNIT_TOKENS: usize = 48;
@@ -257,8 +257,10 @@ mod tests {
         for isa in Isa::available() {
             let all = product(&panels, isa, &x.concat());
             for count in 1..15 {
+                // By other threads in other blocks.
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build().unwrap();
                 for first in [0, 1, 50, 110 - count] {
-                    let some = product(&panels, isa, &x[first..first + count].concat());
+                    let some = pool.install(|| product(&panels, isa, &x[first..first + count].concat()));
                     assert_eq!(some, all[first * 200..][..count * 200], "{isa:?}: {count} tokens from {first}");
                 }
             }

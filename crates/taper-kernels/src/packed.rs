@@ -389,6 +389,12 @@ mod tests {
                 for (x, together) in x.iter().zip(all.chunks_exact(70)) {
                     assert_eq!(packed.multiply_with(isa, x, None), together, "{isa:?} {dtype:?}");
                 }
+                // Groups of each size, and blocks for more threads.
+                for some in (1..=17).map(|count| 3..3 + count) {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(some.len()).build().unwrap();
+                    let out = pool.install(|| packed.multiply_with(isa, &x[some.clone()].concat(), None));
+                    assert_eq!(out, all[some.start * 70..some.end * 70], "{isa:?} {dtype:?} {some:?}");
+                }
                 let onto: Vec<f32> = (0..all.len()).map(|i| i as f32).collect();
                 let sums: Vec<f32> = onto.iter().zip(&all).map(|(onto, product)| onto + product).collect();
                 assert_eq!(packed.multiply_with(isa, &x.concat(), Some(&onto)), sums, "{isa:?} {dtype:?}");

@@ -93,7 +93,12 @@ fn fair((rows, step, most): (usize, usize, usize), across: usize, threads: usize
     if rows * across <= most {
         return most;
     }
-    let busiest = |size: &usize| (rows.div_ceil(*size) * across).div_ceil(threads) * size;
+    let busiest = |&size: &usize| {
+        let (whole, rest) = (rows / size * across, rows % size);
+        // Behind these rounds each thread has a block more, or none: a whole one, if there are any left, or one of the rest.
+        let rounds = (whole + if rest > 0 { across } else { 0 }).div_ceil(threads) - 1;
+        rounds * size + if whole > rounds * threads { size } else { rest }
+    };
     (1..=most / step).rev().map(|steps| steps * step).min_by_key(busiest).unwrap_or(most)
 }
 
@@ -120,7 +125,7 @@ enum Place {
 /// An idle thread offers its core to whoever else wants it, but does not sleep. A step within a step is part of it.
 ///
 /// A step begins when all threads of the pool have come, so nothing else should keep them for long, or under a lock that
-/// another of them waits for.
+/// another of them waits for. They look for the pool's other work when they have found none of the step's for a while.
 pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
     if IN_STEP.get() {
         return step();
@@ -171,8 +176,8 @@ struct Team {
     joined: Box<[CachePadded<Joined>]>,
     /// The leader's place among them.
     leader: usize,
-    /// The step's loop at hand.
-    loops: Slot,
+    /// The step's loop at hand, apart from what units write.
+    loops: CachePadded<Slot>,
     /// Those of its units.
     within: [Slot; WITHIN],
     /// Threads that know of it.
@@ -197,7 +202,7 @@ impl Team {
         Self {
             joined: (0..threads).map(|_| CachePadded::default()).collect(),
             leader: leader.expect("a thread of the pool leads"),
-            loops: Slot::default(),
+            loops: CachePadded::default(),
             within: Default::default(),
             arrived: CachePadded::default(),
             ended: CachePadded::default(),
@@ -267,7 +272,9 @@ impl Slot {
         let job = Job(work);
         let here = (&raw const job).cast::<Job<'static>>().cast_mut();
         let close = |meanwhile: &mut dyn FnMut() -> bool| {
-            self.job.store(std::ptr::null_mut(), SeqCst);
+            if self.job.swap(std::ptr::null_mut(), SeqCst).is_null() {
+                return;
+            }
             let mut looks = 0;
             for joined in joined {
                 while joined.load(SeqCst) == here {
@@ -294,13 +301,15 @@ impl Slot {
     fn join(&self, own: &Joined, turn: &mut usize) -> bool {
         // A later job's turn than the one seen here: then the thread comes back to that job in vain, once.
         let at_hand = self.turn.load(SeqCst);
-        let job = self.job.load(Relaxed);
-        if at_hand == *turn || job.is_null() {
+        let seen = self.job.load(Relaxed);
+        if at_hand == *turn || seen.is_null() {
             return false;
         }
-        own.store(job, SeqCst);
+        debug_assert!(own.load(Relaxed).is_null(), "a thread joins one job at a time");
+        own.store(seen, SeqCst);
         let _leave = Defer(|| own.store(std::ptr::null_mut(), Release));
-        if self.job.load(SeqCst) != job {
+        let job = self.job.load(SeqCst);
+        if job != seen {
             return false;
         }
         // SAFETY: a job that is still at hand once this thread has said that it joins it stays until the thread has left: in
@@ -447,11 +456,32 @@ mod tests {
     fn blocks_are_as_large_as_leaves_the_busiest_thread_the_least() {
         // (threads, rows, across, rows of a block): by blocks of eight one of eight threads would have two of the nine.
         for (threads, rows, across, size) in
-            [(1, 72, 1, 8), (4, 72, 1, 6), (8, 72, 1, 2), (16, 384, 1, 8), (2, 5, 3, 2), (4, 8, 1, 8)]
+            [(1, 73, 1, 8), (4, 72, 1, 6), (8, 72, 1, 2), (16, 384, 1, 8), (2, 33, 1, 8), (3, 73, 2, 8), (4, 8, 1, 8)]
         {
             assert_eq!(fair((rows, 2, 8), across, threads), size, "{threads} {rows}");
         }
         assert_eq!((fair((0, 2, 8), 1, 3), fair((9, 4, 2), 1, 3)), (8, 2));
+    }
+
+    #[test]
+    fn blocks_hold_every_place_once_whatever_the_threads() {
+        for threads in [1, 2, 3, 8, 16] {
+            in_pool(threads, || {
+                for (rows, columns) in (0..40).flat_map(|rows| [0, 1, 5].map(|columns| (rows, columns))) {
+                    for (step, most) in [(1, 1), (1, 7), (2, 8), (4, 4), (7, 28)] {
+                        let places: Vec<AtomicUsize> = (0..rows * columns).map(|_| AtomicUsize::new(0)).collect();
+                        for_each_block((rows, step, most), (columns, 2), |of, columns_of| {
+                            assert!(of.len() <= most && of.start.is_multiple_of(step), "{of:?}");
+                            for place in of.flat_map(|row| columns_of.clone().map(move |column| row * columns + column))
+                            {
+                                places[place].fetch_add(1, Relaxed);
+                            }
+                        });
+                        assert!(places.iter().all(|place| place.load(Relaxed) == 1), "{threads} {rows} {step} {most}");
+                    }
+                }
+            });
+        }
     }
 
     #[test]

@@ -150,7 +150,8 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, TrainError> {
     let mut files = Vec::new();
     for path in paths {
         let before = files.len();
-        list(path, &mut files, &mut HashSet::new())?;
+        let root = path.canonicalize().map_err(|e| TrainError::file(path, e))?;
+        list(path, &root, &mut files, &mut HashSet::new())?;
         if files.len() == before {
             return Err(TrainError::file(path, "holds no .txt or .md file"));
         }
@@ -158,14 +159,16 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, TrainError> {
     Ok(files)
 }
 
-/// The files of a path, those of a folder in the order of their names. A link may lead back to a folder that was `seen`.
-fn list(path: &Path, files: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<(), TrainError> {
+/// The files of a path, those of a folder in the order of their names. A link may lead back to a folder that was `seen`; to one
+/// that is not within `root` none is followed.
+fn list(path: &Path, root: &Path, files: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<(), TrainError> {
     let fail = |e: std::io::Error| TrainError::file(path, e);
     if !std::fs::metadata(path).map_err(fail)?.is_dir() {
         files.push(path.to_owned());
         return Ok(());
     }
-    if !seen.insert(path.canonicalize().map_err(fail)?) {
+    let folder = path.canonicalize().map_err(fail)?;
+    if !folder.starts_with(root) || !seen.insert(folder) {
         return Ok(());
     }
     let entries = std::fs::read_dir(path).map_err(fail)?.collect::<Result<Vec<_>, _>>().map_err(fail)?;
@@ -173,7 +176,7 @@ fn list(path: &Path, files: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> R
     paths.sort();
     for path in paths {
         if path.is_dir() || path.extension().is_some_and(|e| e == "txt" || e == "md") {
-            list(&path, files, seen)?;
+            list(&path, root, files, seen)?;
         }
     }
     Ok(())
@@ -245,7 +248,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn linked_folders_are_read_once_also_where_they_lead_back() {
+    fn linked_folders_are_read_once_and_only_within_what_was_given() {
         use std::os::unix::fs::symlink;
         let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let at = |name: &str| folder.path().join(name);
@@ -255,11 +258,11 @@ mod tests {
         }
         symlink(folder.path(), at("deep/back")).unwrap();
         symlink(folder.path(), elsewhere.path().join("back.txt")).unwrap();
-        symlink(elsewhere.path(), at("one")).unwrap();
-        symlink(elsewhere.path(), at("two.txt")).unwrap();
+        symlink(at("deep"), at("before")).unwrap();
+        symlink(elsewhere.path(), at("out.txt")).unwrap();
         let found = files(&[folder.path().to_owned()]).unwrap();
-        assert_eq!(found, [at("a.txt"), at("deep/b.txt"), at("one/c.txt")]);
-        assert_eq!(files(&[at("two.txt")]).unwrap().len(), 3, "and what it leads back to");
+        assert_eq!(found, [at("a.txt"), at("before/b.txt")]);
+        assert_eq!(files(&[at("out.txt")]).unwrap(), [at("out.txt/c.txt")]);
         symlink(at("nowhere"), at("lost.txt")).unwrap();
         assert!(files(&[folder.path().to_owned()]).unwrap_err().to_string().contains("lost.txt"));
     }

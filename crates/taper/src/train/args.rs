@@ -137,7 +137,7 @@ fn with_default(arg: Arg, defaults: &[(&str, &str)]) -> Arg {
 pub struct TrainCommon {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Text to learn from: a file, or a folder of .txt and .md files; may be repeated [default: generated prose]
+    /// Text to learn from: a file, or a folder of .txt and .md files, without linked folders outside it; may be repeated [default: generated prose]
     #[arg(long, value_name = "FILE|FOLDER")]
     pub text: Vec<PathBuf>,
     /// Folder that the artefact is written to
@@ -219,6 +219,15 @@ mod tests {
             let words = help.split_whitespace().collect::<Vec<_>>().join(" ");
             let (head, common) = words.split_once(COMMON).unwrap();
             assert!(head.contains(line) && common.contains("--out <DIR>"), "{help}");
+            // Every number says what it is by default.
+            for option in
+                train.find_subcommand(own).unwrap().get_arguments().filter(|arg| arg.get_num_args() != Some(0.into()))
+            {
+                let help = option.get_help().map(ToString::to_string).unwrap_or_default();
+                let told = help.contains("[default: ") || !option.get_default_values().is_empty();
+                let near = ["sink", "window", "hidden", "iterations", "batch", "channels", "clusters", "keys", "cra"];
+                assert!(told || !near.contains(&option.get_id().as_str()), "{own}: {option}: {help}");
+            }
             let prefill = ["minference", "sample_attention"].contains(&own);
             assert_eq!(head.contains("--sink"), !prefill, "{help}");
             for other in methods.iter().filter(|other| *other != own) {
