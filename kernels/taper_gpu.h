@@ -844,12 +844,38 @@ typedef struct TaperRopeParams {
 // Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as
 // on the host.
 typedef struct TaperAnglesParams {
-  const uint32_t* positions;  // [rows]
+  const uint32_t* positions;  // [rows]; null: they are in `few`, at most TAPER_FEW_ROWS
   const float* frequencies;   // [half]
   float* angles;              // [rows, 2 * half]: cosines, then sines
   int32_t rows, half;
   float factor;
+  uint32_t few[32];
 } TaperAnglesParams;
+
+enum { TAPER_FEW_ROWS = 32 };
+
+// Words that go from one place of the device's memory to another, in fours.
+typedef struct TaperWordCopy {
+  const uint32_t* from;
+  uint32_t* to;
+  int64_t count;
+} TaperWordCopy;
+
+// Words that come with the launch: `count` of them from the `first` on.
+typedef struct TaperWordRun {
+  uint32_t* to;
+  int32_t first, count;
+} TaperWordRun;
+
+enum { TAPER_WORD_COPIES = 4, TAPER_WORD_RUNS = 16, TAPER_WORDS = 768 };
+
+// What a step finds in its place before its launches read it. No two of them lie on one another.
+typedef struct TaperWordsParams {
+  TaperWordCopy copies[4];
+  TaperWordRun runs[16];
+  uint32_t words[768];
+  int32_t copy_count, run_count;
+} TaperWordsParams;
 
 // Rows into one pool of the cache as they are, at slots: block * 64 + row.
 typedef struct TaperWriteParams {
@@ -908,6 +934,7 @@ int taper_chain(const TaperChainParams* p, TaperStream stream);
 // Rotation, and keys and values to the cache.
 int taper_rope(const TaperRopeParams* p, TaperStream stream);
 int taper_angles(const TaperAnglesParams* p, TaperStream stream);
+int taper_words(const TaperWordsParams* p, TaperStream stream);
 int taper_write(const TaperWriteParams* p, TaperStream stream);
 int taper_norm(const TaperNormParams* p, TaperStream stream);
 int taper_silu(const TaperSiluParams* p, TaperStream stream);

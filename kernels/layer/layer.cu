@@ -38,9 +38,27 @@ extern "C" int taper_rope(const taper::RopeParams* p, cudaStream_t stream) {
 
 extern "C" int taper_angles(const taper::AnglesParams* p, cudaStream_t stream) {
   using namespace taper;
-  if (p->rows <= 0 || p->half <= 0) return cudaErrorInvalidValue;
+  if (p->rows <= 0 || p->half <= 0 || (!p->positions && p->rows > TAPER_FEW_ROWS)) return cudaErrorInvalidValue;
   const int64_t grid = ((int64_t)p->rows * p->half + 255) / 256;
   return launch(angles_kernel, (unsigned)grid, 256, 0, stream, *p);
+}
+
+extern "C" int taper_words(const taper::WordsParams* p, cudaStream_t stream) {
+  using namespace taper;
+  if (p->copy_count < 0 || p->copy_count > TAPER_WORD_COPIES || p->run_count < 0 || p->run_count > TAPER_WORD_RUNS)
+    return cudaErrorInvalidValue;
+  int64_t fours = 0;
+  for (int c = 0; c < p->copy_count; ++c) {
+    if (p->copies[c].count < 0 || p->copies[c].count % 4) return cudaErrorInvalidValue;
+    fours += p->copies[c].count / 4;
+  }
+  for (int r = 0; r < p->run_count; ++r) {
+    const TaperWordRun& run = p->runs[r];
+    if (run.first < 0 || run.count < 0 || run.first > TAPER_WORDS - run.count) return cudaErrorInvalidValue;
+  }
+  const int64_t grid = (fours + 255) / 256 + 1;
+  if (grid > INT32_MAX) return cudaErrorInvalidValue;
+  return launch(words_kernel, (unsigned)grid, 256, 0, stream, *p);
 }
 
 extern "C" int taper_write(const taper::WriteParams* p, cudaStream_t stream) {

@@ -10,6 +10,7 @@ namespace taper {
 
 using RopeParams = TaperRopeParams;
 using AnglesParams = TaperAnglesParams;
+using WordsParams = TaperWordsParams;
 using WriteParams = TaperWriteParams;
 using NormParams = TaperNormParams;
 using SiluParams = TaperSiluParams;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
 }
 
 // A thread takes one pair of a row.
-static __global__ void __launch_bounds__(256) angles_kernel(const AnglesParams p) {
+static __global__ void __launch_bounds__(256) angles_kernel(const __grid_constant__ AnglesParams p) {
   wait_for_predecessor();
   launch_dependents();
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
@@ -93,10 +94,33 @@ static __global__ void __launch_bounds__(256) angles_kernel(const AnglesParams p
   const int64_t row = i / p.half;
   const int pair = (int)(i % p.half);
   float s, c;
-  sincosf(__fmul_rn((float)p.positions[row], p.frequencies[pair]), &s, &c);
+  const uint32_t position = p.positions ? p.positions[row] : p.few[row];
+  sincosf(__fmul_rn((float)position, p.frequencies[pair]), &s, &c);
   float* to = p.angles + row * 2 * p.half + pair;
   to[0] = c * p.factor;
   to[p.half] = s * p.factor;
+}
+
+// A thread copies four words; the last thread block writes what came with the launch. A product that began beside these few
+// blocks would have its own crowded on other multiprocessors.
+static __global__ void __launch_bounds__(256) words_kernel(const __grid_constant__ WordsParams p) {
+  static_assert(sizeof(p.words) == 4 * TAPER_WORDS && sizeof(p.runs) == sizeof(TaperWordRun) * TAPER_WORD_RUNS &&
+                sizeof(p.copies) == sizeof(TaperWordCopy) * TAPER_WORD_COPIES);
+  wait_for_predecessor();
+  if (blockIdx.x == gridDim.x - 1) {
+    for (int r = 0; r < p.run_count; ++r)
+      for (int i = threadIdx.x; i < p.runs[r].count; i += 256) p.runs[r].to[i] = p.words[p.runs[r].first + i];
+    return;
+  }
+  int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  for (int c = 0; c < p.copy_count; ++c) {
+    const int64_t fours = p.copies[c].count / 4;
+    if (i < fours) {
+      reinterpret_cast<uint4*>(p.copies[c].to)[i] = reinterpret_cast<const uint4*>(p.copies[c].from)[i];
+      return;
+    }
+    i -= fours;
+  }
 }
 
 // A thread takes eight elements of a row.

@@ -16,6 +16,7 @@ use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
 use crate::unread::Unread;
 use candle_core::{Result, Tensor, bail};
+use decode::may_lack;
 use rotations::StepRotations;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
@@ -64,6 +65,8 @@ pub struct AttentionBatch<'a> {
     spans: Vec<Started<'a>>,
     slots: Vec<u32>,
     lengths: Vec<u32>,
+    /// Whether indices that may lack some tokens take them in, all of the batch together.
+    catches_up: bool,
     /// Whether the reports are to have nothing of it yet.
     puts_off: bool,
 }
@@ -93,7 +96,8 @@ impl<'a> AttentionBatch<'a> {
         // Of the spans before one that fails, sequences are as they were once this is dropped.
         let (slots, lengths, started) = (Vec::new(), Vec::new(), Vec::with_capacity(spans.len()));
         let rotations = StepRotations::new(rotary, spans.iter().map(|span| span.sequence.prompt));
-        let mut batch = Self { shape, rotations, pool, spans: started, slots, lengths, puts_off: false };
+        let (catches_up, puts_off) = (false, false);
+        let mut batch = Self { shape, rotations, pool, spans: started, slots, lengths, catches_up, puts_off };
         for Span { sequence, tokens } in spans {
             let end = sequence.len + tokens;
             let limit = match sequence.phase() {
@@ -115,7 +119,19 @@ impl<'a> AttentionBatch<'a> {
             batch.spans.push(Started { sequence, tokens, report, carries, unread });
         }
         batch.spans.iter_mut().for_each(|span| span.sequence.underway = None);
+        batch.catches_up = batch.spans.iter().any(|span| batch.falls_behind(span));
         Ok(batch)
+    }
+
+    /// Whether an index of a row's method that may lack some of its tokens would lack more than those.
+    fn falls_behind(&self, Started { sequence, tokens, .. }: &Started) -> bool {
+        let (method, keys) = (&sequence.decode_method().method, sequence.len + tokens);
+        let behind = may_lack(&**method, [keys]);
+        if behind == 0 || sequence.attended_by() != By::DecodeMethod || plain(self.shape, sequence).is_some() {
+            return false;
+        }
+        let lacks = |name: &str| self.pool.index_lacks(name, self.shape.layers - 1, (&sequence.table, keys));
+        method.indices().iter().any(|index| lacks(&index.name()) > behind)
     }
 
     /// Leaves what its choices come to, all of it, to [`Sequence::settle`] or [`hold`](Self::hold).
@@ -175,8 +191,8 @@ impl<'a> AttentionBatch<'a> {
 
     /// One layer's share of the batch for a sequence.
     fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
-        let Self { shape, rotations, pool, puts_off, spans, .. } = self;
-        (Part { shape: *shape, rotations, pool, layer, puts_off: *puts_off }, spans)
+        let Self { shape, rotations, pool, catches_up, puts_off, spans, .. } = self;
+        (Part { shape: *shape, rotations, pool, layer, catches_up: *catches_up, puts_off: *puts_off }, spans)
     }
 }
 
@@ -225,6 +241,7 @@ impl LayerAttention for AttentionBatch<'_> {
             return None;
         }
         let mut hash = DefaultHasher::new();
+        self.catches_up.hash(&mut hash);
         for runs in self.spans.chunk_by(|a, b| alike((&*a.sequence, a.tokens), (&*b.sequence, b.tokens))) {
             let chosen = runs[0].sequence.decode_method();
             (runs.len(), &chosen.name, chosen.json.to_string()).hash(&mut hash);
@@ -318,6 +335,8 @@ struct Part<'a> {
     rotations: &'a StepRotations<'a>,
     pool: &'a mut KvPool,
     layer: usize,
+    /// As of the batch.
+    catches_up: bool,
     /// Whether the reports are to have nothing of it yet.
     puts_off: bool,
 }

@@ -70,6 +70,10 @@ impl DecodeMethod for Below {
         self.method.indices()
     }
 
+    fn may_lack(&self, keys: usize) -> usize {
+        self.method.may_lack(keys)
+    }
+
     fn dense_layers(&self) -> usize {
         self.method.dense_layers()
     }

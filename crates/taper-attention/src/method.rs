@@ -258,6 +258,12 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// How many of the newest of so many keys that a row sees its indices may lack: it reads those whatever it chooses, and
+    /// chooses alike without them.
+    fn may_lack(&self, _keys: usize) -> usize {
+        0
+    }
+
     /// So many of the first layers are dense.
     fn dense_layers(&self) -> usize {
         0
@@ -307,7 +313,7 @@ pub struct DecodeStep<'a> {
     pub kv_heads: usize,
     /// Keys of the rows' random draws `[R]`; `head` is left to the operation.
     pub streams: &'a [Stream],
-    /// The method's indices by name, up to date.
+    /// The method's indices by name, up to date but for what [they may lack](DecodeMethod::may_lack).
     pub indices: &'a [(String, Tensor)],
     /// The rotary embedding of the rows' sequences.
     pub rotation: &'a Rotations<'a>,
@@ -501,6 +507,12 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// As of a [`DecodeMethod`].
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         Vec::new()
+    }
+
+    /// Whether its indices may lack keys of the window: it chooses alike without them, and to take several in together takes
+    /// less than to do so one by one.
+    fn may_lack_window(&self) -> bool {
+        false
     }
 
     /// As of a [`DecodeMethod`].

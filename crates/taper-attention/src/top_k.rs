@@ -102,6 +102,10 @@ impl DecodeMethod for Method {
         self.predictor.indices()
     }
 
+    fn may_lack(&self, _: usize) -> usize {
+        if self.predictor.may_lack_window() { self.window } else { 0 }
+    }
+
     fn dense_layers(&self) -> usize {
         self.dense_layers
     }

@@ -103,6 +103,14 @@ impl IndexLayer {
         parts
     }
 
+    /// How many of the first so many tokens of a table come from the first one on that is not taken in.
+    pub fn lacks(&self, (table, tokens): (&BlockTable, usize)) -> usize {
+        let filled = |block: &u32| self.filled.get(*block as usize).map_or(0, |filled| usize::from(*filled));
+        let whole = table.blocks().iter().take_while(|block| filled(block) == BLOCK_TOKENS).count();
+        let started = table.blocks().get(whole).map_or(0, filled);
+        tokens.saturating_sub(whole * BLOCK_TOKENS + started)
+    }
+
     pub fn taken(&mut self, parts: &[Part]) {
         for part in parts {
             self.filled[part.block as usize] = part.rows.end as u8;

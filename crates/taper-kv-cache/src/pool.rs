@@ -449,7 +449,8 @@ impl KvPool {
     ///
     /// Equal names share one index, made when it is first asked for. All together stay half as large as the cache, unless
     /// those of one step are larger: others are dropped, the one not asked for the longest first. `extend` takes in what is
-    /// missing: it gets the index's tensor, the layer's cache and the rows.
+    /// missing, unless it is no more than the last `behind` tokens of each table: it gets the index's tensor, the layer's cache
+    /// and the rows.
     ///
     /// # Errors
     /// What `extend` says, a name whose shape was another before, or a device without the memory.
@@ -457,7 +458,7 @@ impl KvPool {
         &mut self,
         (name, shape): (&str, IndexShape),
         layer: usize,
-        tables: &[(&BlockTable, usize)],
+        (tables, behind): (&[(&BlockTable, usize)], usize),
         extend: impl FnOnce(&Tensor, PagedKv, &[Part]) -> candle_core::Result<()>,
     ) -> Result<Tensor, KvError> {
         if !self.indices.contains_key(name) {
@@ -477,12 +478,21 @@ impl KvPool {
         let of_layer = &mut index.layers[layer];
         of_layer.make(shape, (self.references.len(), self.shape.kv_heads), &self.device)?;
         let tensor = of_layer.tensor.clone().expect("made above");
-        let parts = of_layer.missing(tables);
+        let parts = match tables.iter().any(|&table| of_layer.lacks(table) > behind) {
+            true => of_layer.missing(tables),
+            false => Vec::new(),
+        };
         if !parts.is_empty() {
             extend(&tensor, PagedKv { k: &self.keys[layer], v: &self.values[layer] }, &parts)?;
             of_layer.taken(&parts);
         }
         Ok(tensor)
+    }
+
+    /// How many of the first so many tokens of a table one layer of an index lacks, from the first one on that it has not taken
+    /// in.
+    pub fn index_lacks(&self, name: &str, layer: usize, (table, tokens): (&BlockTable, usize)) -> usize {
+        self.indices.get(name).map_or(tokens, |index| index.layers[layer].lacks((table, tokens)))
     }
 
     /// A step begins: indices that it asks for stay to its end.

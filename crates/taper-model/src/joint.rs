@@ -187,10 +187,11 @@ pub(crate) fn end(model: &Model, layer: &Layer, x: &Tensor, attended: &Tensor) -
     Ok(true)
 }
 
-/// The scores of every token of the vocabulary for `hidden` `[R, hidden]`, f32: sums in f32 are not rounded on their way.
+/// The scores of every token of the vocabulary for `hidden` `[R, hidden]`, f32, before the final norm: sums in f32 are not rounded on
+/// their way.
 ///
 /// # Errors
 /// candle's shape and device errors.
-pub(crate) fn logits(head: &Tensor, hidden: &Tensor) -> Result<Tensor> {
-    Ok(product(Inputs { x: hidden, norm: None }, head, DType::F32)?)
+pub(crate) fn logits(model: &Model, head: &Tensor, hidden: &Tensor) -> Result<Tensor> {
+    Ok(product(Inputs { x: hidden, norm: Some(norm(model, &model.norm)) }, head, DType::F32)?)
 }

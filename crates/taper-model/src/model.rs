@@ -23,7 +23,7 @@ pub struct Model {
     device: Device,
     embedding: Embedding,
     pub(crate) layers: Vec<Layer>,
-    norm: Tensor,
+    pub(crate) norm: Tensor,
     head: Linear,
     /// What activations are turned into before a projection; the residual stream and the norms stay f32.
     activation: DType,
@@ -122,7 +122,8 @@ impl Model {
         &self.device
     }
 
-    /// Runs all layers over a flat batch and returns the hidden states after the final norm.
+    /// Runs all layers over a flat batch and returns the hidden states that [`logits`](Self::logits) takes. On a device they
+    /// last until the next step.
     ///
     /// # Shapes
     /// - `tokens` `[T]`, ids below the vocabulary's size
@@ -159,10 +160,10 @@ impl Model {
         if self.device.is_cuda() {
             let angles = self.config.rope.angles(positions, |token| attention.length(token), &self.device)?;
             if let Some(x) = crate::joint::replay(self, &x, &angles, attention)? {
-                return self.normed(&x, &self.norm);
+                return Ok(x);
             }
             if crate::joint::run(self, &x, &angles, attention)? {
-                return self.normed(&x, &self.norm);
+                return Ok(x);
             }
         }
         let table = self.config.rope.turns(positions, |token| attention.length(token)).table(&self.device)?;
@@ -170,13 +171,13 @@ impl Model {
             let (q, k, v) = self.begin(layer, &x, &table)?;
             x = self.end(layer, &x, &attention.attend(index, &q, &k, &v)?)?;
         }
-        self.normed(&x, &self.norm)
+        Ok(x)
     }
 
     /// Takes a chunk of a prompt, its `tokens` from the first one on, further through the layers: by as much work as
     /// `effort` tokens through all of them, give or take a block of rows in a layer. Every layer gives a row what it gives
-    /// it in [`forward`](Self::forward). Returns the hidden states of the last `rows` tokens, at least 1, after the final norm
-    /// `[rows, hidden]`, f32, once the chunk is through.
+    /// it in [`forward`](Self::forward). Returns the hidden states of the last `rows` tokens, at least 1, `[rows, hidden]`, f32,
+    /// once the chunk is through.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); then the chunk must be dropped.
@@ -203,8 +204,7 @@ impl Model {
         if !chunk.is_through() {
             return Ok(None);
         }
-        let last = chunk.hidden(&(tokens.len() - rows.clamp(1, tokens.len())..tokens.len()))?;
-        self.normed(&last, &self.norm).map(Some)
+        chunk.hidden(&(tokens.len() - rows.clamp(1, tokens.len())..tokens.len())).map(Some)
     }
 
     /// Puts zeros through what a layer does beside attention, for each of these numbers of rows. A device may have kernels for a
@@ -239,7 +239,7 @@ impl Model {
         Ok(())
     }
 
-    /// The scores of every token of the vocabulary.
+    /// The scores of every token of the vocabulary, by the final norm and the head.
     ///
     /// # Shapes
     /// - `hidden` `[R, hidden]`, f32, rows of what [`Model::forward`] returned
@@ -250,9 +250,10 @@ impl Model {
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         if let Some(head) = crate::joint::matrix(&self.head) {
-            return crate::joint::logits(head, &hidden.contiguous()?);
+            return crate::joint::logits(self, head, &hidden.contiguous()?);
         }
-        self.project(&self.head, &hidden.contiguous()?.to_dtype(self.activation)?)
+        let normed = self.normed(&hidden.contiguous()?, &self.norm)?;
+        self.project(&self.head, &normed.to_dtype(self.activation)?)
     }
 
     /// What a layer does before attention: queries, keys and values as [`LayerAttention::attend`] takes them.

@@ -20,6 +20,14 @@ pub const DECODE_SEQUENCES: usize = 32;
 /// Most rows that keys are chosen for at a time, times the keys of the longest. One row may have more.
 pub const DECODE_TOKENS: usize = 1 << 21;
 
+/// Most tokens that an index lacks, where a method lets it lack some.
+const BEHIND: usize = 31;
+
+/// How many of their newest tokens the indices of rows that see so many keys may lack.
+pub(super) fn may_lack(method: &dyn DecodeMethod, keys: impl IntoIterator<Item = usize>) -> usize {
+    keys.into_iter().map(|keys| method.may_lack(keys)).min().unwrap_or(0).min(BEHIND)
+}
+
 /// How many rows of a sequence of so many keys are chosen for at a time.
 pub(super) fn rows_together(keys: usize) -> usize {
     (DECODE_TOKENS / keys.max(1)).clamp(1, ROWS)
@@ -52,8 +60,8 @@ impl Part<'_> {
         if self.layer < method.indexed_from() { Vec::new() } else { method.indices() }
     }
 
-    /// A method's indices and their names, each over the first tokens of every table; `prompt` is the sequences' prompt length. None
-    /// where what the rows read follows from what they see.
+    /// A method's indices and their names, each over the first tokens of every table, but for what it may lack; `prompt` is the
+    /// sequences' prompt length. None where what the rows read follows from what they see.
     pub(super) fn indices(
         &mut self,
         method: &dyn DecodeMethod,
@@ -65,12 +73,13 @@ impl Part<'_> {
         if method.plain(rows, self.shape.kv_heads).is_some() {
             return Ok(tensors);
         }
+        let behind = if self.catches_up { 0 } else { may_lack(method, rows.iter().map(|row| row.visible.end)) };
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
             let rotation = self.rotations.of(prompt);
             let extend =
                 |to: &Tensor, kv: PagedKv<'_>, parts: &[IndexPart]| index.extend(self.layer, to, kv, parts, rotation);
-            let tensor = self.pool.index((&name, shape), self.layer, tables, extend);
+            let tensor = self.pool.index((&name, shape), self.layer, (tables, behind), extend);
             tensors.push((name, tensor.map_err(candle_core::Error::wrap)?));
         }
         Ok(tensors)

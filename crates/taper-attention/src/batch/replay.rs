@@ -40,7 +40,7 @@ pub fn replay(
         bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
     }
     let rotations = &StepRotations::new(rotary, [sequence.prompt]);
-    let mut part = Part { shape, rotations, pool, layer, puts_off: false };
+    let mut part = Part { shape, rotations, pool, layer, catches_up: true, puts_off: false };
     let method = sequence.spec.decode.method.clone();
     let indices = part.indices(&*method, &[], sequence.prompt, &[(&sequence.table, end)])?;
     let row = row(shape, sequence, end - 1);

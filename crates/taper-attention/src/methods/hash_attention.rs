@@ -107,6 +107,10 @@ impl Predictor for Maps {
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         vec![self]
     }
+
+    fn may_lack_window(&self) -> bool {
+        true
+    }
 }
 
 impl KeyIndex for Maps {

@@ -171,6 +171,10 @@ impl DecodeMethod for Santa {
         self.within.method.indices()
     }
 
+    fn may_lack(&self, keys: usize) -> usize {
+        self.within.method.may_lack(keys)
+    }
+
     fn indexed_from(&self) -> usize {
         self.within.method.indexed_from()
     }

@@ -279,6 +279,12 @@ impl DecodeMethod for VAttention {
         indices
     }
 
+    fn may_lack(&self, keys: usize) -> usize {
+        // What is certain follows from the bounds of all keys.
+        let may = self.tail == Tail::Clt && self.top.method.may_lack_window();
+        if may { self.window.of(keys) } else { 0 }
+    }
+
     fn promise(&self) -> Option<(f64, f64)> {
         self.on_output.then_some((self.epsilon, self.delta))
     }

@@ -3,7 +3,9 @@
 use super::error::Result;
 use super::op::Op;
 use super::tape;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, PinnedHostSlice, result as driver};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaEvent, CudaStream, DriverError, PinnedHostSlice, result as driver, sys,
+};
 use candle_core::{DType, Tensor};
 use std::cell::RefCell;
 
@@ -16,11 +18,35 @@ type Memory = (usize, PinnedHostSlice<u32>);
 thread_local! {
     /// Pinned memory that waits for the next words. To make some takes longer than a step may.
     static FREE: RefCell<Vec<Memory>> = RefCell::default();
+    /// A stream beside the one that steps go to, for each context. They stay until the process ends.
+    static BESIDE: RefCell<Vec<(sys::CUcontext, sys::CUstream)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A stream for copies to host memory, which nothing on the other one waits for; what is queued there so far has ended before
+/// what is queued here next.
+fn beside(stream: &CudaStream) -> std::result::Result<sys::CUstream, DriverError> {
+    let context = stream.context().cu_ctx();
+    let known = |all: &mut Vec<(sys::CUcontext, sys::CUstream)>| match all.iter().find(|(of, _)| *of == context) {
+        Some((_, beside)) => Ok(*beside),
+        None => {
+            let beside = driver::stream::create(driver::stream::StreamKind::NonBlocking)?;
+            all.push((context, beside));
+            Ok(beside)
+        }
+    };
+    let beside = BESIDE.with_borrow_mut(known)?;
+    let so_far = stream.record_event(None)?;
+    // SAFETY: both are there; an event that is let go of while it is waited for goes once it has come.
+    let waits = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+    unsafe { driver::stream::wait_event(beside, so_far.cu_event(), waits)? };
+    Ok(beside)
 }
 
 /// Words on their way to host memory, which what is queued later does not hold up.
 #[derive(Debug)]
 pub(crate) struct Coming {
+    /// What they are copied from, which is not let go of before.
+    _words: Tensor,
     /// None once they are there.
     memory: Option<Memory>,
     count: usize,
@@ -49,10 +75,17 @@ impl Coming {
             }
         };
         let to = &mut memory.as_mut_slice().map_err(candle_core::Error::wrap)?[..count];
-        // SAFETY: there are so many words at the address, and the memory is let go of once the event has come.
-        let copied = unsafe { driver::memcpy_dtoh_async(to, at as u64, stream.cu_stream()) };
-        let event = copied.and_then(|()| stream.record_event(None)).map_err(candle_core::Error::wrap)?;
-        Ok(Self { memory: Some((room, memory)), count, event })
+        let mut copy = || {
+            let (beside, event) = (beside(stream)?, stream.context().new_event(None)?);
+            // SAFETY: there are so many words at the address, and both are let go of once the event has come.
+            unsafe {
+                driver::memcpy_dtoh_async(to, at as u64, beside)?;
+                driver::event::record(event.cu_event(), beside)?;
+            }
+            Ok(event)
+        };
+        let event = copy().map_err(|failed: DriverError| candle_core::Error::wrap(failed))?;
+        Ok(Self { _words: words.clone(), memory: Some((room, memory)), count, event })
     }
 
     /// Waits for them.

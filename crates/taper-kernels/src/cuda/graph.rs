@@ -11,12 +11,14 @@ use super::layer::append_joint_at;
 use super::op::Op;
 use super::product::takes_sixteen;
 use super::tape::{self, Tape};
+use super::words::Words;
 use crate::GRAPH_BYTES;
 use crate::decode::{DecodeRow, HeadSelection};
 use crate::kv::{BLOCK_TOKENS, PagedKv};
 use candle_core::{DType, Tensor, TensorId};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Most rows of such a step: where there are more, the host is not what limits.
 const ROWS_MAX: usize = 32;
@@ -36,8 +38,9 @@ pub struct StepInputs {
     pub x: Tensor,
     /// Cosines and sines of each row's position `[R, head_dim]`, f32.
     pub angles: Tensor,
-    /// Slots, tables and lists, one after the other.
+    /// Slots, tables and lists, one after the other, and what they are.
     words: Tensor,
+    written: Vec<u32>,
     slots: Tensor,
     tables: Tensor,
     lists: Lists,
@@ -59,14 +62,13 @@ impl StepInputs {
             tables: part(slots, (rows, stride))?,
             lists: Lists::over(part(slots + tables, (rows * heads, WORDS))?, rows, heads),
             lens: words.narrow(0, 0, rows)?,
+            written: vec![0; words.elem_count()],
             words,
         })
     }
 
-    fn write(&self, op: &Op, step: &PlainStep, lists: &[u32]) -> Result<()> {
+    fn write(&mut self, op: &Op, step: &PlainStep, lists: &[u32]) -> Result<()> {
         let PlainStep { x, angles, slots, rows, .. } = *step;
-        self.x.slice_set(x, 0, 0)?;
-        self.angles.slice_set(angles, 0, 0)?;
         let stride = self.tables.dim(1)?;
         let mut words = slots.to_vec();
         words.resize(slots.len().next_multiple_of(4), 0);
@@ -76,7 +78,19 @@ impl StepInputs {
             words.resize(end, 0);
         }
         words.extend(lists);
-        op.write("step", &self.words, &words)
+        op.check(words.len() == self.written.len(), "step", words.len(), self.written.len())?;
+        let at: *mut u32 = op.at("step", &self.words, DType::U32, [words.len()])?;
+        let mut sent = Words::new(op.cuda_stream().cu_stream());
+        sent.copy_tensor(op, x, &self.x)?;
+        sent.copy_tensor(op, angles, &self.angles)?;
+        for run in changed(&self.written, &words) {
+            let to = at.wrapping_add(run.start) as u64;
+            // SAFETY: the words lie within the tensor, which is read by this step's launches behind it.
+            unsafe { sent.write(to, bytemuck::cast_slice(&words[run])) };
+        }
+        sent.send(op)?;
+        self.written = words;
+        Ok(())
     }
 
     /// Rotates queries and keys of joint projections, stores keys and values and returns the queries.
@@ -102,6 +116,21 @@ impl StepInputs {
         };
         Ok(plan.attend(&batch, None, out)?.0)
     }
+}
+
+/// Words that are as they were, between two that are not, that are sent all the same.
+const SENT_BETWEEN: usize = 16;
+
+/// Where words differ, as few ranges.
+fn changed(before: &[u32], now: &[u32]) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for at in (0..now.len()).filter(|&at| before[at] != now[at]) {
+        match ranges.last_mut().filter(|last| at - last.end <= SENT_BETWEEN) {
+            Some(last) => last.end = at + 1,
+            None => ranges.push(at..at + 1),
+        }
+    }
+    ranges
 }
 
 /// What a graph was made for: the first weight and cache, rows, and what they read.
@@ -240,7 +269,7 @@ pub fn plain_step(
     let key = (step.weight.id(), step.kv.k.id(), rows, Reads::Ranges(stride));
     let (next, out) = match known(key) {
         Some(Known::Seen { left: 0, .. }) => {
-            let inputs = StepInputs::new(&op, step.x, step.angles, (stride, heads))?;
+            let mut inputs = StepInputs::new(&op, step.x, step.angles, (stride, heads))?;
             // Once as it is: this is the step.
             inputs.write(&op, step, &lists)?;
             tape::record(&op);
@@ -251,7 +280,7 @@ pub fn plain_step(
                 None => (Known::Seen { left: usize::MAX, without: 0 }, Some(out)),
             }
         }
-        Some(Known::Ranges(inputs, tape)) => {
+        Some(Known::Ranges(mut inputs, tape)) => {
             inputs.write(&op, step, &lists)?;
             tape.queue(&op)?;
             STEPS.set(STEPS.get() + 1);
@@ -304,9 +333,8 @@ pub fn repeated_step(
             (inputs, 0, without)
         }
         Some(Known::Chosen(inputs, tape, steps, without)) => {
-            inputs[0].slice_set(step.x, 0, 0)?;
-            inputs[1].slice_set(step.angles, 0, 0)?;
-            tape::follow(tape);
+            let copies = [(step.x, &inputs[0]), (step.angles, &inputs[1])];
+            tape::follow(tape, copies.map(|(from, to)| [from.clone(), to.clone()]).to_vec());
             (inputs, steps + 1, without)
         }
         Some(Known::Seen { left, without }) => {
@@ -331,4 +359,22 @@ pub fn repeated_step(
     };
     keep(key, next);
     Ok(Some(out))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::changed;
+
+    #[test]
+    fn words_are_sent_where_they_differ_and_between_when_few_lie_there() {
+        let before = vec![7u32; 100];
+        let mut now = before.clone();
+        assert!(changed(&before, &now).is_empty());
+        for at in [0, 3, 20, 37, 99] {
+            now[at] = 1;
+        }
+        assert_eq!(changed(&before, &now), [0..38, 99..100]);
+        now[20] = 7;
+        assert_eq!(changed(&before, &now), [0..4, 37..38, 99..100]);
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::error::Result;
 use super::ffi::{
-    TaperAnglesParams, TaperNormParams, TaperRopeParams, TaperSiluParams, taper_angles, taper_norm, taper_rope,
+    self, TaperAnglesParams, TaperNormParams, TaperRopeParams, TaperSiluParams, taper_angles, taper_norm, taper_rope,
     taper_silu,
 };
 use super::op::Op;
@@ -17,17 +17,25 @@ use candle_core::{DType, Device, Tensor};
 /// No positions or frequencies, or a device error.
 pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Device) -> Result<Tensor> {
     let (rows, half) = (positions.len(), frequencies.len());
-    let positions = Tensor::from_slice(positions, rows, device)?;
-    let op = Op::new("angles", "positions", &positions)?;
+    let mut few = [0; ffi::TAPER_FEW_ROWS as usize];
+    let many = match few.get_mut(..rows) {
+        Some(few) => {
+            few.copy_from_slice(positions);
+            None
+        }
+        None => Some(Tensor::from_slice(positions, rows, device)?),
+    };
+    let op = Op::on("angles", "device", device)?;
     op.check(rows > 0 && half > 0, "positions", format_args!("{rows} and {half} frequencies"), "at least one of each")?;
     let angles = op.empty((rows, 2 * half), DType::F32)?;
     let p = TaperAnglesParams {
-        positions: op.at("positions", &positions, DType::U32, [rows])?,
+        positions: op.maybe("positions", many.as_ref(), DType::U32, [rows])?,
         frequencies: op.at("frequencies", &op.kept(frequencies, [half])?, DType::F32, [half])?,
         angles: op.at("angles", &angles, DType::F32, [rows, 2 * half])?,
         rows: op.int("positions", rows)?,
         half: op.int("frequencies", half)?,
         factor,
+        few,
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(taper_angles, &p) }?;

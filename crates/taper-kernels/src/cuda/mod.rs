@@ -45,6 +45,7 @@ mod together;
 mod token;
 mod values;
 mod walk;
+mod words;
 
 pub use batch::{Batch, Lists};
 pub use decode::Plan;

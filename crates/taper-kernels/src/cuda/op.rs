@@ -68,13 +68,18 @@ pub(super) struct Op {
 impl Op {
     /// On the device of a tensor.
     pub fn new(name: &'static str, parameter: &'static str, tensor: &Tensor) -> Result<Self> {
-        let Device::Cuda(cuda) = tensor.device() else {
+        Self::on(name, parameter, tensor.device())
+    }
+
+    /// On a device.
+    pub fn on(name: &'static str, parameter: &'static str, device: &Device) -> Result<Self> {
+        let Device::Cuda(cuda) = device else {
             return Err(Error::parameter(name, parameter, "not on a CUDA device", "a CUDA tensor"));
         };
         let stream = cuda.cuda_stream();
         // The CUDA runtime, which the kernels launch through, works in the thread's current context.
         stream.context().bind_to_thread().map_err(candle_core::Error::wrap)?;
-        Ok(Self { name, device: tensor.device().clone(), stream })
+        Ok(Self { name, device: device.clone(), stream })
     }
 
     pub fn cuda_stream(&self) -> &Arc<CudaStream> {
@@ -212,15 +217,6 @@ impl Op {
     /// goes by no [tape](super::tape).
     pub fn apart(&self) -> Result<()> {
         tape::apart()
-    }
-
-    /// Writes host data over a tensor of as many words.
-    pub fn write(&self, parameter: &'static str, tensor: &Tensor, words: &[u32]) -> Result<()> {
-        tape::leave()?;
-        let at = self.at::<u32>(parameter, tensor, DType::U32, [words.len()])?;
-        // SAFETY: there are so many words at the address; memory that is not pinned has been read when the call returns.
-        let copied = unsafe { driver::memcpy_htod_async(at as u64, words, self.stream.cu_stream()) };
-        Ok(copied.map_err(candle_core::Error::wrap)?)
     }
 
     /// Copies a tensor over another of its dtype and shape, which has other memory.

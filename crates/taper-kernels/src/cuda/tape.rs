@@ -13,8 +13,9 @@
 
 use super::error::{Error, Result};
 use super::op::{Op, rooms};
+use super::words::Words;
 use crate::lent::Lent;
-use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, result as driver, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, sys};
 use candle_core::{DType, Shape, Tensor};
 use std::any::Any;
 use std::cell::RefCell;
@@ -41,6 +42,8 @@ pub(super) struct Tape {
     state: State,
     calls: Vec<Call>,
     inputs: Vec<Input>,
+    /// What goes from one tensor to another before its first launch: each of f32 in fours.
+    copies: Vec<[Tensor; 2]>,
     /// Flat memory that one part of a step has after another, and who holds it.
     lent: Vec<(Tensor, Weak<()>)>,
     /// Words that launches leave for the host, `[TOLD_WORDS]`, and how many of them are given out.
@@ -119,6 +122,7 @@ pub(super) fn record(op: &Op) {
         state: State::Recording,
         calls: Vec::new(),
         inputs: Vec::new(),
+        copies: Vec::new(),
         lent: Vec::new(),
         told: None,
         leaves: Vec::new(),
@@ -130,8 +134,9 @@ pub(super) fn record(op: &Op) {
     TAPE.set(Some(tape));
 }
 
-/// Has them go by a tape from here to [`take`].
-pub(super) fn follow(mut tape: Tape) {
+/// Has them go by a tape from here to [`take`]; `copies` go from one tensor to another before.
+pub(super) fn follow(mut tape: Tape, copies: Vec<[Tensor; 2]>) {
+    tape.copies = copies;
     tape.state = State::Following { at: 0, queued: 0 };
     tape.leaves.clear();
     for input in &mut tape.inputs {
@@ -444,17 +449,21 @@ impl Tape {
         status
     }
 
-    /// Copies the inputs that are others than before.
+    /// Has what the step begins with copied, and the inputs that are others than before.
     fn write(&mut self) -> i32 {
-        for input in self.inputs.iter_mut().filter(|input| input.changed) {
-            input.changed = false;
-            // SAFETY: there are so many bytes at the address; memory that is not pinned has been read when the call returns.
-            let copied = unsafe { driver::memcpy_htod_async(input.address, &input.bytes, self.stream.cu_stream()) };
-            if let Err(failed) = copied {
-                return failed.0 as i32;
+        let mut words = Words::new(self.stream.cu_stream());
+        for [from, to] in self.copies.drain(..) {
+            let copied = Op::new("step", "from", &from).and_then(|op| words.copy_tensor(&op, &from, &to));
+            if copied.is_err() {
+                return sys::CUresult::CUDA_ERROR_INVALID_VALUE as i32;
             }
         }
-        0
+        for input in self.inputs.iter_mut().filter(|input| input.changed) {
+            input.changed = false;
+            // SAFETY: there are so many bytes at the address, which the step's launches read.
+            unsafe { words.write(input.address, &input.bytes) };
+        }
+        words.queue()
     }
 
     /// Queues, one by one, the launches that were only compared, and follows no longer.
@@ -498,20 +507,17 @@ impl Tape {
         let Some((room, _)) = &self.told else { return Ok(()) };
         let from: *mut u32 = op.at("told", room, DType::U32, [TOLD_WORDS])?;
         let (mut begin, mut leaves) = (0, self.leaves.drain(..).peekable());
+        let mut copied = Words::new(self.stream.cu_stream());
         while let Some((page, start, mut words)) = leaves.next() {
             while let Some((_, _, more)) = leaves.next_if(|next| next.0.id() == page.id() && next.1 == start + words) {
                 words += more;
             }
             let to: *mut u32 = op.at("told", &page, DType::U32, page.dims())?;
-            // SAFETY: the words lie within the room, and within the page.
-            let copied = unsafe {
-                let (from, to) = (from.wrapping_add(begin), to.wrapping_add(start));
-                driver::memcpy_dtod_async(to as u64, from as u64, words * size_of::<u32>(), self.stream.cu_stream())
-            };
-            copied.map_err(candle_core::Error::wrap)?;
+            // SAFETY: the words, which begin and end on 16 bytes, lie within the room, and within the page.
+            unsafe { copied.copy(from.wrapping_add(begin), to.wrapping_add(start), words) };
             begin += words;
         }
-        Ok(())
+        copied.send(op)
     }
 
     /// Makes graphs of the launches; none if they cannot be captured.

@@ -318,7 +318,7 @@ fn an_index_takes_a_row_in_once_for_all_who_share_it() {
             rows += parts.iter().map(|part| part.rows.len()).sum::<usize>();
             Ok(())
         };
-        pool.index(("index", shape), 0, &[(table, tokens)], taken).unwrap();
+        pool.index(("index", shape), 0, (&[(table, tokens)], 0), taken).unwrap();
         rows
     };
     let keys = PrefixKey::chain(b"", &(0..128).collect::<Vec<u32>>());
@@ -337,6 +337,38 @@ fn an_index_takes_a_row_in_once_for_all_who_share_it() {
     let mut other = BlockTable::default();
     pool.grow(&mut other, 12 * 64).unwrap();
     assert_eq!(rows(&mut pool, &other, 12 * 64), 12 * 64);
+}
+
+#[test]
+fn an_index_may_lack_the_newest_tokens_until_there_are_more_of_them() {
+    let mut pool = pool(8);
+    let shape = IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::F32 };
+    let [mut table, mut other] = [BlockTable::default(), BlockTable::default()];
+    pool.grow(&mut table, 200).unwrap();
+    pool.grow(&mut other, 200).unwrap();
+    // What it takes in of two tables' first tokens, of which each may lack the last `behind`.
+    let taken = |pool: &mut KvPool, tokens: [usize; 2], behind: usize| {
+        let mut rows = Vec::new();
+        let take = |_: &Tensor, _: PagedKv, parts: &[Part]| {
+            rows.extend(parts.iter().map(|part| (part.start + part.rows.start, part.rows.len())));
+            Ok(())
+        };
+        let tables = [(&table, tokens[0]), (&other, tokens[1])];
+        pool.index(("index", shape), 0, (&tables, behind), take).unwrap();
+        rows
+    };
+    assert_eq!(pool.index_lacks("index", 0, (&table, 120)), 120, "there is none");
+    assert_eq!(taken(&mut pool, [120, 60], 8), [(0, 64), (64, 56), (0, 60)]);
+    assert_eq!((taken(&mut pool, [128, 61], 8), taken(&mut pool, [121, 68], 8)), (vec![], vec![]));
+    assert_eq!([128, 130].map(|tokens| pool.index_lacks("index", 0, (&table, tokens))), [8, 10]);
+    // More than that of one, and both are up to date.
+    assert_eq!(taken(&mut pool, [129, 62], 8), [(120, 8), (128, 1), (60, 2)]);
+    assert_eq!((pool.index_lacks("index", 0, (&table, 129)), taken(&mut pool, [129, 62], 0)), (0, vec![]));
+    // What is let go is lacked from there on.
+    pool.unindex(&table, 100);
+    assert_eq!((pool.index_lacks("index", 0, (&table, 129)), taken(&mut pool, [108, 62], 8)), (29, vec![]));
+    assert_eq!(taken(&mut pool, [109, 62], 8), [(100, 9)]);
+    [&mut table, &mut other].into_iter().for_each(|table| pool.release(table));
 }
 
 #[test]
@@ -377,7 +409,7 @@ fn indices_take_half_as_much_as_the_cache_and_those_not_asked_for_make_room() {
                 worked_out += parts.len();
                 Ok(())
             };
-            pool.index((name, shape), layer, &[(&table, 100)], taken).unwrap();
+            pool.index((name, shape), layer, (&[(&table, 100)], 0), taken).unwrap();
         }
         let bytes: usize = pool.indices.values().map(Index::bytes).sum();
         (worked_out, bytes * 4 / (3 * pool.shape.block_bytes(DType::F32)))
@@ -399,7 +431,8 @@ fn indices_that_a_step_does_not_ask_for_can_be_dropped() {
     let mut pool = pool(12);
     let shape = IndexShape { rows: BLOCK_TOKENS, width: 1, dtype: DType::F32 };
     let table = BlockTable::default();
-    let ask = |pool: &mut KvPool, name| drop(pool.index((name, shape), 0, &[(&table, 0)], |_, _, _| Ok(())).unwrap());
+    let ask =
+        |pool: &mut KvPool, name| drop(pool.index((name, shape), 0, (&[(&table, 0)], 0), |_, _, _| Ok(())).unwrap());
     pool.begin_step();
     ["one", "two"].into_iter().for_each(|name| ask(&mut pool, name));
     assert!(!pool.drop_idle_indices(), "both are in use");
