@@ -126,7 +126,7 @@ impl<'a> AttentionBatch<'a> {
     /// Whether an index of a row's method that may lack some of its tokens would lack more than those.
     fn falls_behind(&self, Started { sequence, tokens, .. }: &Started) -> bool {
         let (method, keys) = (&sequence.decode_method().method, sequence.len + tokens);
-        let behind = may_lack(&**method, [keys]);
+        let behind = may_lack(&**method, [visible(self.shape, keys.saturating_sub(1)).len()]);
         if behind == 0 || sequence.attended_by() != By::DecodeMethod || plain(self.shape, sequence).is_some() {
             return false;
         }

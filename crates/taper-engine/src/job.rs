@@ -89,7 +89,7 @@ mod tests {
 
     #[test]
     fn every_request_has_one_last_event() {
-        let stopped = RequestError::Stopped("it ended before the request had".into());
+        let stopped = RequestError::Stopped("its thread ended; the server's log says why".into());
         for (fails, last) in [(None, stopped), (Some(RequestError::Deadline), RequestError::Deadline)] {
             let (events, mut receiver) = mpsc::channel(5);
             let (request, max_tokens, beginning, ended) = Default::default();

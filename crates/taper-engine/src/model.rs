@@ -343,7 +343,7 @@ fn finish(model: &Model, hidden: &Tensor, wanted: &[Wanted]) -> candle_core::Res
         return drawn(&model.logits(hidden)?, wanted);
     }
     let rows = |places: &[u32]| hidden.index_select(&Tensor::new(places, hidden.device())?, 0);
-    let embeddings = rows(&embedded)?.to_dtype(DType::F32)?.to_vec2()?;
+    let embeddings = model.embeddings(&rows(&embedded)?)?.to_vec2()?;
     let mut all: Vec<(u32, Row)> = embedded.into_iter().zip(embeddings.into_iter().map(Row::Hidden)).collect();
     if !rest.is_empty() {
         let wants: Vec<Wanted> = rest.iter().map(|at| wanted[*at as usize]).collect();

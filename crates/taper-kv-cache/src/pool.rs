@@ -478,7 +478,7 @@ impl KvPool {
         let of_layer = &mut index.layers[layer];
         of_layer.make(shape, (self.references.len(), self.shape.kv_heads), &self.device)?;
         let tensor = of_layer.tensor.clone().expect("made above");
-        let parts = match tables.iter().any(|&table| of_layer.lacks(table) > behind) {
+        let parts = match behind == 0 || tables.iter().any(|&table| of_layer.lacks(table) > behind) {
             true => of_layer.missing(tables),
             false => Vec::new(),
         };

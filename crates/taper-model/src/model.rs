@@ -122,8 +122,8 @@ impl Model {
         &self.device
     }
 
-    /// Runs all layers over a flat batch and returns the hidden states that [`logits`](Self::logits) takes. On a device they
-    /// last until the next step.
+    /// Runs all layers over a flat batch and returns the hidden states before the final norm, as [`logits`](Self::logits) and
+    /// [`embeddings`](Self::embeddings) take them. On a device they last until the next step.
     ///
     /// # Shapes
     /// - `tokens` `[T]`, ids below the vocabulary's size
@@ -176,7 +176,7 @@ impl Model {
 
     /// Takes a chunk of a prompt, its `tokens` from the first one on, further through the layers: by as much work as
     /// `effort` tokens through all of them, give or take a block of rows in a layer. Every layer gives a row what it gives
-    /// it in [`forward`](Self::forward). Returns the hidden states of the last `rows` tokens, at least 1, `[rows, hidden]`, f32,
+    /// it in [`forward`](Self::forward). Returns the hidden states of the last `rows` tokens, at least 1, before the final norm, `[rows, hidden]`, f32,
     /// once the chunk is through.
     ///
     /// # Errors
@@ -252,8 +252,19 @@ impl Model {
         if let Some(head) = crate::joint::matrix(&self.head) {
             return crate::joint::logits(self, head, &hidden.contiguous()?);
         }
-        let normed = self.normed(&hidden.contiguous()?, &self.norm)?;
-        self.project(&self.head, &normed.to_dtype(self.activation)?)
+        self.project(&self.head, &self.embeddings(hidden)?.to_dtype(self.activation)?)
+    }
+
+    /// The hidden states after the final norm.
+    ///
+    /// # Shapes
+    /// - `hidden` `[R, hidden]`, f32, rows of what [`Model::forward`] returned
+    /// - returns `[R, hidden]`, f32
+    ///
+    /// # Errors
+    /// candle's shape and device errors.
+    pub fn embeddings(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.normed(&hidden.contiguous()?, &self.norm)
     }
 
     /// What a layer does before attention: queries, keys and values as [`LayerAttention::attend`] takes them.

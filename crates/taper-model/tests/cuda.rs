@@ -184,7 +184,8 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
             let steps = graph_steps() - before;
             println!("{of}, {decode}: {steps} steps of 60 by a graph");
             // Steps in which indices catch up, here every 17th, have graphs of their own.
-            assert!(steps >= 25, "{of}, {decode}: {steps} steps by a graph");
+            let least = if decode.to_string().contains("hash_attention") { 25 } else { 30 };
+            assert!(steps >= least, "{of}, {decode}: {steps} steps by a graph");
             for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
                 assert!(a.iter().all(|x| x.is_finite()) && a == b, "{of}, {decode}: row {i}");
             }

@@ -73,7 +73,7 @@ impl Part<'_> {
         if method.plain(rows, self.shape.kv_heads).is_some() {
             return Ok(tensors);
         }
-        let behind = if self.catches_up { 0 } else { may_lack(method, rows.iter().map(|row| row.visible.end)) };
+        let behind = if self.catches_up { 0 } else { may_lack(method, rows.iter().map(|row| row.visible.len())) };
         for index in self.wanted(method) {
             let (name, shape) = (index.name(), index.shape(&self.shape, self.pool.dtype()));
             let rotation = self.rotations.of(prompt);

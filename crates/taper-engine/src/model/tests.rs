@@ -35,6 +35,32 @@ fn backend() -> ModelBackend {
 }
 
 #[test]
+fn an_embedding_is_what_the_head_makes_logits_of() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../taper-model/tests/golden/llama3");
+    let part = |part| {
+        candle_core::safetensors::load(folder.join(format!("model-0000{part}-of-00002.safetensors")), &Device::Cpu)
+    };
+    let weights: std::collections::HashMap<_, _> = [1, 2].into_iter().flat_map(|i| part(i).unwrap()).collect();
+    let head = weights.get("lm_head.weight").unwrap_or_else(|| &weights["model.embed_tokens.weight"]);
+    let (mut backend, prompt): (_, Vec<u32>) = (backend(), (10..30).collect());
+    let mut row = |wanted: Wanted| {
+        let mut sequence = backend.open(&Arc::default(), 1, &prompt, 0).unwrap();
+        let row =
+            backend.forward(vec![Input::whole(&mut sequence, &prompt, Some(wanted))]).unwrap().remove(0).remove(0);
+        backend.close(sequence);
+        row
+    };
+    let Row::Hidden(embedding) = row(Wanted::Hidden) else { panic!("no embedding") };
+    let logits = row(Wanted::Logits).logits().unwrap();
+    let width = embedding.len();
+    let embedding = Tensor::from_vec(embedding, (width, 1), &Device::Cpu).unwrap();
+    let product = head.to_dtype(DType::F32).unwrap().matmul(&embedding).unwrap().flatten_all().unwrap();
+    for (i, (a, b)) in product.to_vec1::<f32>().unwrap().iter().zip(&logits).enumerate() {
+        assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{i}: {a} and {b}");
+    }
+}
+
+#[test]
 fn a_sequence_handed_over_goes_on_as_it_would_have_where_it_was() {
     fn logits<B: Backend>(backend: &mut B, sequences: &mut [&mut B::Sequence], tokens: &[u32]) -> Vec<Vec<f32>> {
         let input = |sequence| Input::whole(sequence, tokens, Some(Wanted::Logits));

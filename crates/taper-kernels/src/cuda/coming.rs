@@ -4,10 +4,11 @@ use super::error::Result;
 use super::op::Op;
 use super::tape;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaEvent, CudaStream, DriverError, PinnedHostSlice, result as driver, sys,
+    CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice, result as driver, sys,
 };
 use candle_core::{DType, Tensor};
 use std::cell::RefCell;
+use std::sync::Arc;
 
 /// Words of pinned memory that are taken at least.
 const LEAST: usize = 1024;
@@ -18,19 +19,19 @@ type Memory = (usize, PinnedHostSlice<u32>);
 thread_local! {
     /// Pinned memory that waits for the next words. To make some takes longer than a step may.
     static FREE: RefCell<Vec<Memory>> = RefCell::default();
-    /// A stream beside the one that steps go to, for each context. They stay until the process ends.
-    static BESIDE: RefCell<Vec<(sys::CUcontext, sys::CUstream)>> = const { RefCell::new(Vec::new()) };
+    /// A stream beside the one that steps go to, for each context, which it holds. They stay until the process ends.
+    static BESIDE: RefCell<Vec<(Arc<CudaContext>, sys::CUstream)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A stream for copies to host memory, which nothing on the other one waits for; what is queued there so far has ended before
 /// what is queued here next.
 fn beside(stream: &CudaStream) -> std::result::Result<sys::CUstream, DriverError> {
-    let context = stream.context().cu_ctx();
-    let known = |all: &mut Vec<(sys::CUcontext, sys::CUstream)>| match all.iter().find(|(of, _)| *of == context) {
+    let context = stream.context();
+    let known = |all: &mut Vec<(Arc<CudaContext>, _)>| match all.iter().find(|(of, _)| Arc::ptr_eq(of, context)) {
         Some((_, beside)) => Ok(*beside),
         None => {
             let beside = driver::stream::create(driver::stream::StreamKind::NonBlocking)?;
-            all.push((context, beside));
+            all.push((Arc::clone(context), beside));
             Ok(beside)
         }
     };
@@ -80,7 +81,9 @@ impl Coming {
             // SAFETY: there are so many words at the address, and both are let go of once the event has come.
             unsafe {
                 driver::memcpy_dtoh_async(to, at as u64, beside)?;
-                driver::event::record(event.cu_event(), beside)?;
+                let told = driver::event::record(event.cu_event(), beside);
+                // Without the event nobody knows when the copy has ended.
+                told.or_else(|failed| driver::stream::synchronize(beside).and(Err(failed)))?;
             }
             Ok(event)
         };

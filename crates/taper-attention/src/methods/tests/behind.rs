@@ -44,7 +44,12 @@ const PROMPT: usize = 300;
 
 /// Outputs of all layers and reports of two sequences, the second of which goes on from the first: single rows, some let go
 /// again, several at once, both together. And the most that an index lacked after a step.
-fn attended(decode: &Value, input: &Input, up_to_date: bool) -> (Vec<Vec<f32>>, [Value; 2], usize) {
+fn attended(
+    shape: AttentionShape,
+    decode: &Value,
+    input: &Input,
+    up_to_date: bool,
+) -> (Vec<Vec<f32>>, [Value; 2], usize) {
     let spec = json!({ "decode": decode, "audit": 0.1 });
     let spec = Arc::new(AttentionSpec::from_json(&spec, "attention", &random_artifacts(SHAPE)).unwrap());
     let kv = KvShape { layers: SHAPE.layers, kv_heads: SHAPE.kv_heads, head_dim: SHAPE.head_dim };
@@ -58,7 +63,7 @@ fn attended(decode: &Value, input: &Input, up_to_date: bool) -> (Vec<Vec<f32>>, 
     let mut step = |pool: &mut KvPool, sequences: &mut [&mut Sequence], tokens: usize| {
         let starts: Vec<usize> = sequences.iter().map(|sequence| sequence.len()).collect();
         let spans = sequences.iter_mut().map(|sequence| Span { sequence, tokens }).collect();
-        let mut batch = AttentionBatch::new(SHAPE, &rotary, pool, spans).unwrap();
+        let mut batch = AttentionBatch::new(shape, &rotary, pool, spans).unwrap();
         let part = |t: &Tensor| {
             let rows: Vec<Tensor> = starts.iter().map(|&start| t.narrow(0, start, tokens).unwrap()).collect();
             Tensor::cat(&rows, 0).unwrap()
@@ -104,16 +109,21 @@ fn rows_choose_alike_without_what_their_indices_may_lack() {
     decodes.push(json!({ "method": "vattention", "top": { "method": "hash_attention" }, "window": 0.05 }));
     decodes.push(json!({ "method": "santa", "within": { "method": "hash_attention", "window": 40 } }));
     decodes.push(json!({ "method": "hash_attention", "window": 40, "dense_below": 330 }));
-    for decode in decodes {
-        let (outs, reports, lacked) = attended(&decode, &input, false);
-        let (own, told, lacks) = attended(&decode, &input, true);
+    let mut all: Vec<_> = decodes.into_iter().map(|decode| (SHAPE, decode)).collect();
+    // A share of a window is one of what a row sees.
+    let windowed = AttentionShape { window: Some(200), ..SHAPE };
+    let over = |window: Value| json!({ "method": "vattention", "top": { "method": "hash_attention" }, "sink": 4, "window": window });
+    all.extend([over(json!(0.02)), over(json!(17))].map(|decode| (windowed, decode)));
+    for (shape, decode) in all {
+        let (outs, reports, lacked) = attended(shape, &decode, &input, false);
+        let (own, told, lacks) = attended(shape, &decode, &input, true);
         let first = outs.iter().zip(&own).position(|(a, b)| a != b);
         assert_eq!(first, None, "{decode}: a layer's output is another");
         assert_eq!(reports, told, "{decode}");
         let of = [&decode["top"], &decode["within"], &decode].map(|of| of["method"] == "hash_attention");
         let most = match decode["window"].as_f64().or(decode["within"]["window"].as_f64()) {
             _ if !of.contains(&true) || decode["tail"] == "hard" => 0,
-            Some(share) if share < 1.0 => 20,
+            Some(share) if share < 1.0 => (share * shape.window.unwrap_or(410) as f64) as usize,
             window => (window.unwrap_or(128.0) as usize).min(31),
         };
         // Below its least length nothing is asked of an index.
