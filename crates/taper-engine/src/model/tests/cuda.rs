@@ -44,6 +44,18 @@ fn on_device(blocks: usize) -> ModelBackend {
 }
 
 #[test]
+fn an_embedding_has_the_final_norm() {
+    let mut backend = on_device(4);
+    let prompt: Vec<u32> = (0..100).map(|i| i * 7 % 304).collect();
+    let mut sequence = backend.open(&Arc::default(), 1, &prompt, 0).unwrap();
+    let rows = backend.forward(vec![Input::whole(&mut sequence, &prompt, Some(Wanted::Hidden))]).unwrap();
+    let [Row::Hidden(embedding)] = &rows[0][..] else { panic!("no embedding") };
+    // A random model's norms have weights of one.
+    let square = embedding.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / embedding.len() as f64;
+    assert!((square - 1.0).abs() < 1e-2, "{square}");
+}
+
+#[test]
 fn rows_of_several_tokens_of_an_input_come_with_those_of_others() {
     let mut backend = on_device(40);
     let spec = Arc::new(AttentionSpec::default());
