@@ -41,9 +41,9 @@ impl Corpus {
         if paths.is_empty() { Self::prose(tokenizer, seed, size) } else { Self::read(tokenizer, paths, size) }
     }
 
-    /// Reads UTF-8 files, and those of folders (`.txt` and `.md`, folders within them and linked ones too, each once) in the
-    /// order of their names, until there is enough. The tokens of all files make one stream, which is cut into sequences;
-    /// each begins with what the tokenizer puts at the start of a text.
+    /// Reads UTF-8 files, and those of folders (`.txt` and `.md`, folders within them too, each once whatever links lead to
+    /// it, and none that lies outside) in the order of their names, until there is enough. The tokens of all files make one
+    /// stream, which is cut into sequences; each begins with what the tokenizer puts at the start of a text.
     ///
     /// # Errors
     /// A file that cannot be read or is not UTF-8, or too little text for two sequences.
