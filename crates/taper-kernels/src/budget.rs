@@ -126,8 +126,8 @@ impl Promise {
     }
 
     /// The budget. `alignment` gives Tr(S²) / Tr(S)² of the covariance S of R, in (0, 1], and is asked only where it matters: not
-    /// if more than `limit` keys are needed whatever it is, nor if more than `enough` are and no more than `limit`. Budgets
-    /// between these two are all one to the caller, and may be given too low.
+    /// if more than `limit` keys are needed whatever it is, nor if no more than `limit` are and either more than `enough` or no
+    /// more than were drawn. Budgets within one of these are all one to the caller, and may be given too low.
     pub fn verdict(&self, m: &Moments, (enough, limit): (f64, f64), alignment: impl FnOnce() -> f64) -> Verdict {
         let n = m.residual;
         let scalar = n * root(m.variance_d) / m.denominator;
@@ -162,8 +162,11 @@ impl Promise {
                     Err(verdict) => verdict,
                     Ok(norm) => {
                         let at_least = bound(least, norm);
-                        let all_one = at_least.over(enough) && bound(self.greatest, norm).below(limit);
-                        if self.rule == Rule::Ratio || at_least.over(limit) || all_one {
+                        let all_one = || {
+                            let at_most = bound(self.greatest, norm);
+                            at_most.below(limit) && (at_least.over(enough) || !at_most.over(m.drawn))
+                        };
+                        if self.rule == Rule::Ratio || at_least.over(limit) || all_one() {
                             return at_least;
                         }
                         bound(self.norm_quantile(alignment()), norm)
@@ -329,13 +332,16 @@ mod tests {
             m in moments(), share in 0f64..1.0, enough in 60f64..300.0, limit in 60f64..1e6, delta in 0.01f64..0.9,
         ) {
             let promise = Promise::new(Rule::Chi2, 0.1, delta);
-            let of = |enough| match promise.verdict(&m, (enough, limit), || share) {
-                Verdict::Sample(b) if b < limit => Some(b.min(enough)),
+            let enough = enough.max(m.drawn);
+            let decided = |verdict| match verdict {
+                Verdict::Sample(b) if b < limit => Some(b.clamp(m.drawn, enough)),
                 Verdict::Sample(_) | Verdict::Dense => None,
                 Verdict::Noisy => Some(0.0),
             };
-            let whole = of(f64::INFINITY).map(|b| b.min(enough));
-            prop_assert_eq!(of(enough), whole);
+            // Of a promise that knows of no greatest quantile every budget hangs on the alignment.
+            let asking = Promise { greatest: f64::INFINITY, ..promise.clone() };
+            let whole = asking.verdict(&m, (enough, limit), || share);
+            prop_assert_eq!(decided(promise.verdict(&m, (enough, limit), || share)), decided(whole));
         }
     }
 }

@@ -5,7 +5,7 @@
 //! it, so that it depends neither on the batch nor on the number of threads.
 
 use crate::kv::KvElement;
-use crate::memory;
+use crate::memory::Large;
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{CpuStorage, Result, Storage, Tensor, bail};
@@ -32,9 +32,9 @@ pub struct Panels {
 
 #[derive(Debug, Clone)]
 enum Data {
-    F32(Vec<f32>),
-    F16(Vec<half::f16>),
-    BF16(Vec<half::bf16>),
+    F32(Large<f32>),
+    F16(Large<half::f16>),
+    BF16(Large<half::bf16>),
 }
 
 impl Panels {
@@ -97,23 +97,23 @@ impl Panels {
     }
 }
 
-fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs: usize) -> Vec<T> {
+fn pack<T: KvElement + bytemuck::Zeroable>(weight: &[T], outputs: usize, inputs: usize) -> Large<T> {
     let panels = outputs.div_ceil(PANEL);
-    let mut data = memory::zeros::<T>(panels * inputs * PANEL);
-    let to = SharedMut::new(&mut data);
-    parallel::for_each(
-        panels,
-        || (),
-        |(), panel| {
-            // SAFETY: each panel belongs to one unit.
-            let to = unsafe { to.slice(panel * inputs * PANEL, inputs * PANEL) };
-            let rows = PANEL.min(outputs - panel * PANEL);
-            for (lane, row) in weight[panel * PANEL * inputs..][..rows * inputs].chunks_exact(inputs).enumerate() {
-                row.iter().zip(to[lane..].iter_mut().step_by(PANEL)).for_each(|(w, to)| *to = *w);
-            }
-        },
-    );
-    data
+    Large::new(panels * inputs * PANEL, |data| {
+        let to = SharedMut::new(data);
+        parallel::for_each(
+            panels,
+            || (),
+            |(), panel| {
+                // SAFETY: each panel belongs to one unit.
+                let to = unsafe { to.slice(panel * inputs * PANEL, inputs * PANEL) };
+                let rows = PANEL.min(outputs - panel * PANEL);
+                for (lane, row) in weight[panel * PANEL * inputs..][..rows * inputs].chunks_exact(inputs).enumerate() {
+                    row.iter().zip(to[lane..].iter_mut().step_by(PANEL)).for_each(|(w, to)| *to = *w);
+                }
+            },
+        );
+    })
 }
 
 /// Some panels against some tokens.

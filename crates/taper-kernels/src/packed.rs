@@ -1,4 +1,4 @@
-//! Products with 4- and 8-bit weights that stay as they are: rows interleaved by eight, activations rounded to 8 bits
+//! Products with 4- and 8-bit weights that stay as they are: rows interleaved by sixteen, activations rounded to 8 bits
 //! in blocks of 32, integer dot products.
 //!
 //! The numbers are those of the GGUF types: a Q4 weight is `d q + m` (Q4_0 has `m = -8 d`), a Q8 weight `d q`. The
@@ -9,7 +9,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
-use crate::memory;
+use crate::memory::Large;
 use crate::parallel::{self, SharedMut};
 use crate::simd::Isa;
 use candle_core::quantized::GgmlDType;
@@ -20,7 +20,7 @@ use std::ops::Range;
 /// Weights and activations of a block, along the input.
 const BLOCK: usize = 32;
 /// Rows of a panel.
-const ROWS: usize = 8;
+const ROWS: usize = 16;
 
 /// Bits of a packed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,8 +35,9 @@ pub struct Packed {
     bits: Bits,
     outputs: usize,
     inputs: usize,
-    /// Per panel of 8 rows and block: Q4 `d[8] m[8]` (f16) and 128 bytes of nibbles; Q8 `d[8]` and 256 bytes.
-    data: Vec<u8>,
+    /// Per panel of 16 rows and block: Q4 `d[16] m[16]` (f16) and 256 bytes of nibbles; Q8 `d[16]` and 512 bytes. What a thread
+    /// reads for one token is one stream, which the processor fetches ahead: of two it does so half as fast.
+    data: Large<u8>,
 }
 
 impl Bits {
@@ -73,14 +74,15 @@ impl Packed {
             return None;
         }
         let panels = outputs.div_ceil(ROWS);
-        let mut packed = memory::zeros::<u8>(panels * blocks * bits.block());
-        for (row, source) in data.chunks_exact(blocks * size).enumerate() {
-            for (block, source) in source.chunks_exact(size).enumerate() {
-                let to = &mut packed[((row / ROWS) * blocks + block) * bits.block()..][..bits.block()];
-                pack_block(bits, row % ROWS, source, head, offset, to);
+        let data = Large::new(panels * blocks * bits.block(), |packed| {
+            for (row, source) in data.chunks_exact(blocks * size).enumerate() {
+                for (block, source) in source.chunks_exact(size).enumerate() {
+                    let to = &mut packed[((row / ROWS) * blocks + block) * bits.block()..][..bits.block()];
+                    pack_block(bits, row % ROWS, source, head, offset, to);
+                }
             }
-        }
-        Some(Self { bits, outputs, inputs, data: packed })
+        });
+        Some(Self { bits, outputs, inputs, data })
     }
 
     /// (outputs, inputs).
@@ -99,17 +101,12 @@ impl Packed {
         assert!(x.len() == tokens * self.inputs && fits, "activations of another width");
         let activations = Activations::round(isa, x, self.inputs);
         let panels = self.outputs.div_ceil(ROWS);
-        // Whether two panels are taken at once.
-        let pairs = isa.adds_byte_products();
         let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
-            parallel::for_each_block((panels, 2, UNIT_PANELS), (tokens, UNIT_TOKENS), |mut panels, tokens| {
-                while !panels.is_empty() {
-                    let wide = if pairs && panels.len() > 1 { 2 } else { 1 };
-                    let pair = panels.start..panels.start + wide;
+            parallel::for_each_block((panels, 1, UNIT_PANELS), (tokens, UNIT_TOKENS), |panels, tokens| {
+                for panel in panels {
                     // SAFETY: each panel and token belongs to one unit.
-                    unsafe { self.strip(isa, &activations, pair, tokens.clone(), (onto, out)) };
-                    panels.start += wide;
+                    unsafe { self.strip(isa, &activations, panel, tokens.clone(), (onto, out)) };
                 }
             });
         };
@@ -118,7 +115,7 @@ impl Packed {
         out
     }
 
-    /// The products of a panel, or of two if the instruction set takes pairs of them, with some tokens.
+    /// The products of a panel with some tokens.
     ///
     /// # Safety
     /// Nobody else holds their part of `out` meanwhile.
@@ -126,56 +123,47 @@ impl Packed {
         &self,
         isa: Isa,
         x: &Activations,
-        panels: Range<usize>,
+        panel: usize,
         tokens: Range<usize>,
         (onto, out): (Option<&[f32]>, SharedMut<MaybeUninit<f32>>),
     ) {
-        let wide = panels.len();
+        let rows = ROWS.min(self.outputs - panel * ROWS);
+        let wide = isa.adds_byte_products();
         let mut token = tokens.start;
         while token < tokens.end {
             let left = tokens.end - token;
-            // Tiles of two panels come in powers of two, so that few sizes are compiled; none leaves its group.
-            let count = if wide == 1 { left.min(TILE_TOKENS) } else { TOGETHER.min(1 << left.ilog2()) };
-            let mut tile = [const { MaybeUninit::<[f32; ROWS]>::uninit() }; 2 * TOGETHER];
-            let tile = &mut tile[..wide * count];
-            self.tile(isa, x, panels.clone(), token, tile);
+            // Where tiles are large they come in powers of two, so that few sizes are compiled; none leaves its group.
+            let count = if wide { TOGETHER.min(1 << left.ilog2()) } else { left.min(TILE_TOKENS) };
+            let mut tile = [const { MaybeUninit::<[f32; ROWS]>::uninit() }; TOGETHER];
+            let tile = &mut tile[..count];
+            self.tile(isa, x, panel, token, tile);
             // SAFETY: the kernel has written all of them.
             let tile = unsafe { std::slice::from_raw_parts(tile.as_ptr().cast::<[f32; ROWS]>(), tile.len()) };
-            for (panel, tile) in panels.clone().zip(tile.chunks_exact(count)) {
-                let rows = ROWS.min(self.outputs - panel * ROWS);
-                for (token, values) in (token..).zip(tile) {
-                    let at = token * self.outputs + panel * ROWS;
-                    let mut values = *values;
-                    if let Some(onto) = onto {
-                        values.iter_mut().zip(&onto[at..at + rows]).for_each(|(value, onto)| *value += onto);
-                    }
-                    // SAFETY: as the caller says.
-                    let to = unsafe { out.slice(at, rows) };
-                    match to.first_chunk_mut::<ROWS>() {
-                        Some(whole) => *whole = values.map(MaybeUninit::new),
-                        None => to.iter_mut().zip(values).for_each(|(to, value)| _ = to.write(value)),
-                    }
+            for (token, values) in (token..).zip(tile) {
+                let at = token * self.outputs + panel * ROWS;
+                let mut values = *values;
+                if let Some(onto) = onto {
+                    values.iter_mut().zip(&onto[at..at + rows]).for_each(|(value, onto)| *value += onto);
+                }
+                // SAFETY: as the caller says.
+                let to = unsafe { out.slice(at, rows) };
+                match to.first_chunk_mut::<ROWS>() {
+                    Some(whole) => *whole = values.map(MaybeUninit::new),
+                    None => to.iter_mut().zip(values).for_each(|(to, value)| _ = to.write(value)),
                 }
             }
             token += count;
         }
     }
 
-    /// The same with consecutive tokens of one tile, `[panels, tokens]`.
-    fn tile(
-        &self,
-        isa: Isa,
-        x: &Activations,
-        panels: Range<usize>,
-        token: usize,
-        out: &mut [MaybeUninit<[f32; ROWS]>],
-    ) {
+    /// The same with consecutive tokens of one tile.
+    fn tile(&self, isa: Isa, x: &Activations, panel: usize, token: usize, out: &mut [MaybeUninit<[f32; ROWS]>]) {
         let blocks = self.inputs / BLOCK;
         let size = blocks * self.bits.block();
-        let tile = Tile { weights: &self.data[panels.start * size..panels.end * size], x, token, blocks };
+        let tile = Tile { weights: &self.data[panel * size..(panel + 1) * size], x, token, blocks };
         #[cfg(target_arch = "x86_64")]
-        if panels.len() == 2 {
-            // SAFETY: two panels are taken where its instructions exist.
+        if isa.adds_byte_products() {
+            // SAFETY: so these instructions exist.
             return unsafe { avx512::tile(self.bits, &tile, out) };
         }
         #[cfg(target_arch = "x86_64")]
@@ -191,13 +179,13 @@ impl Packed {
     }
 }
 
-/// Panels of a work unit at most, pairs of them.
-const UNIT_PANELS: usize = 8;
+/// Panels of a work unit at most.
+const UNIT_PANELS: usize = 4;
 /// Tokens of a work unit: their activations stay in the first-level cache.
 const UNIT_TOKENS: usize = 64;
-/// Tokens of a register tile of one panel.
+/// Tokens of a register tile at most.
 const TILE_TOKENS: usize = 4;
-/// Tokens of a register tile of two panels, and of a group of activations, at most.
+/// The same of vectors as wide as a panel, and tokens of a group of activations.
 const TOGETHER: usize = 8;
 
 /// Puts one row's block in its place: weight `k` of row `r` at byte `4 r + k % 4` of vector `k / 4`; of two 4-bit
@@ -300,7 +288,7 @@ fn step(largest: f32, finite: bool) -> (f32, f32) {
     (step, if step > 0.0 { 1.0 / step } else { 0.0 })
 }
 
-/// One panel, or two that follow each other, against consecutive tokens.
+/// One panel against consecutive tokens.
 struct Tile<'a> {
     weights: &'a [u8],
     x: &'a Activations,
@@ -380,7 +368,7 @@ mod tests {
     fn a_tokens_bits_depend_neither_on_the_batch_nor_on_the_width_of_vectors() {
         let mut numbers = Numbers(6);
         for dtype in [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q8_0] {
-            // Nine panels: the last one goes alone.
+            // Four panels and a part of one.
             let (packed, _) = weights(&mut numbers, dtype, 70, 96);
             let x = numbers.tensor(&[93, 96]).to_vec2::<f32>().unwrap();
             let mut vectors: Vec<Vec<f32>> = Vec::new();

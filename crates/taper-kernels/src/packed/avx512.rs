@@ -1,17 +1,17 @@
-//! Two panels at once by the products of bytes that AVX-512 has (VNNI): four products are added to a lane at a time.
+//! A panel by the products of bytes that AVX-512 has (VNNI): four products are added to a lane at a time.
 
 use super::{BLOCK, Bits, ROWS, Tile};
 use core::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
-/// `out` is `[2, tokens]`; 1, 2, 4 or 8 tokens.
+/// 1, 2, 4 or 8 tokens.
 ///
 /// # Safety
-/// The instructions exist, F16C and FMA as well; the weights are of two panels.
+/// The instructions exist, F16C and FMA as well.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
 pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
-        match (bits, out.len() / 2) {
+        match (bits, out.len()) {
             (Bits::Four, 8) => four::<8>(tile, out),
             (Bits::Four, 4) => four::<4>(tile, out),
             (Bits::Four, 2) => four::<2>(tile, out),
@@ -24,22 +24,10 @@ pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]
     }
 }
 
-/// The same 32 bytes of two panels that lie `apart`.
+/// What a row each is worth.
 #[inline(always)]
-unsafe fn both(p: *const u8, apart: usize) -> __m512i {
-    unsafe {
-        let first = _mm512_castsi256_si512(_mm256_loadu_si256(p.cast()));
-        _mm512_inserti64x4::<1>(first, _mm256_loadu_si256(p.add(apart).cast()))
-    }
-}
-
-/// The same 8 halves of two panels that lie `apart`.
-#[inline(always)]
-unsafe fn halves(p: *const u8, apart: usize) -> __m512 {
-    unsafe {
-        let first = _mm256_castsi128_si256(_mm_loadu_si128(p.cast()));
-        _mm512_cvtph_ps(_mm256_inserti128_si256::<1>(first, _mm_loadu_si128(p.add(apart).cast())))
-    }
+unsafe fn halves(p: *const u8) -> __m512 {
+    unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
 }
 
 /// Adds the products of weights, `q[j]` four of every row, with the activations `x` of `T` tokens, 32 each.
@@ -58,28 +46,23 @@ unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], x: *con
 
 #[inline(always)]
 unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [MaybeUninit<[f32; ROWS]>]) {
-    for t in 0..T {
-        unsafe {
-            _mm256_storeu_ps(out[t].as_mut_ptr().cast(), _mm512_castps512_ps256(acc[t]));
-            let high =
-                _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b1110>(_mm512_castps_pd(acc[t]), _mm512_castps_pd(acc[t])));
-            _mm256_storeu_ps(out[T + t].as_mut_ptr().cast(), _mm512_castps512_ps256(high));
-        }
+    for (out, acc) in out.iter_mut().zip(acc) {
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr().cast(), acc) };
     }
 }
 
 #[inline(always)]
 unsafe fn four<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
-        let (apart, low) = (tile.blocks * Bits::Four.block(), _mm512_set1_epi8(15));
+        let low = _mm512_set1_epi8(15);
         let mut acc = [_mm512_setzero_ps(); T];
         for block in 0..tile.blocks {
             let w = tile.weights.as_ptr().add(block * Bits::Four.block());
-            let (d, m) = (halves(w, apart), halves(w.add(2 * ROWS), apart));
+            let (d, m) = (halves(w), halves(w.add(2 * ROWS)));
             let w = w.add(Bits::Four.scales());
             let mut q = [_mm512_setzero_si512(); 8];
             for j in 0..4 {
-                let pair = both(w.add(j * BLOCK), apart);
+                let pair = _mm512_loadu_si512(w.add(4 * j * ROWS).cast());
                 q[j] = _mm512_and_si512(pair, low);
                 q[j + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(pair), low);
             }
@@ -101,16 +84,16 @@ unsafe fn four<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
     unsafe {
-        let (apart, sign) = (tile.blocks * Bits::Eight.block(), _mm512_set1_epi8(-128));
+        let sign = _mm512_set1_epi8(-128);
         let mut acc = [_mm512_setzero_ps(); T];
         for block in 0..tile.blocks {
             let w = tile.weights.as_ptr().add(block * Bits::Eight.block());
-            let d = halves(w, apart);
+            let d = halves(w);
             let w = w.add(Bits::Eight.scales());
             // The first factor has no sign: 128 are added to it, and taken off again by where the sums start.
             let mut q = [_mm512_setzero_si512(); 8];
             for j in 0..8 {
-                q[j] = _mm512_xor_si512(both(w.add(j * BLOCK), apart), sign);
+                q[j] = _mm512_xor_si512(_mm512_loadu_si512(w.add(4 * j * ROWS).cast()), sign);
             }
             let mut dots = [_mm512_setzero_si512(); T];
             let at = tile.x.at(tile.token, block);
