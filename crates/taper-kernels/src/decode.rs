@@ -89,6 +89,17 @@ impl<'a, T: KvElement> View<'a, T> {
         self.v[self.offset(row, head, token as usize)..][..self.head_dim].as_ptr()
     }
 
+    /// Where the rows of some tokens, at most a block, lie among the keys, and among the values.
+    #[inline(always)]
+    fn places(&self, (row, head): (usize, usize), tokens: &[u32], to: &mut [usize; BLOCK_TOKENS]) {
+        let mut last = 0;
+        for (to, &token) in to.iter_mut().zip(tokens) {
+            *to = self.offset(row, head, token as usize);
+            last = last.max(*to);
+        }
+        assert!(last + self.head_dim <= self.k.len().min(self.v.len()), "a block within the cache");
+    }
+
     /// The queries `[group, head_dim]` of one row and KV head.
     fn queries(&self, row: usize, head: usize) -> &'a [f32] {
         let at = (row * self.q_heads + head * self.group) * self.head_dim;

@@ -185,17 +185,19 @@ fn run_unit<T: KvElement>(
         part.fill(0.0);
         part[0] = f32::NEG_INFINITY;
     }
-    let mut buffers = [[0u32; BLOCK_TOKENS]; 2];
+    let (mut buffers, mut lies) = ([[0u32; BLOCK_TOKENS]; 2], [[0usize; BLOCK_TOKENS]; 2]);
     let mut at = unit.span.start;
     let (mut count, mut sampled) = chunk(&row.visible, head, at, unit.span.end, &mut buffers[0]);
     let scored = scores.is_some() || matches!(head, HeadSelection::Values(_));
-    for &id in &buffers[0][..count] {
-        prefetch(first_read(view, (unit.row, unit.head), id, scored), view.head_dim);
+    view.places((unit.row, unit.head), &buffers[0][..count], &mut lies[0]);
+    for &place in &lies[0][..count] {
+        prefetch(first_read(view, scored).wrapping_add(place), view.head_dim);
     }
     while count > 0 {
-        let [ids, next] = &mut buffers;
+        let ([ids, next], [places, next_places]) = (&mut buffers, &mut lies);
         let after = chunk(&row.visible, head, at + count, unit.span.end, next);
-        let (ids, next) = (&ids[..count], &next[..after.0]);
+        view.places((unit.row, unit.head), &next[..after.0], next_places);
+        let (ids, places, next) = (&ids[..count], &places[..count], &next_places[..after.0]);
         let given = match head {
             HeadSelection::Keys(Keys { sample, ranges, ids }) if sampled => {
                 let first = at - ranges.iter().map(Range::len).sum::<usize>() - ids.len();
@@ -204,22 +206,25 @@ fn run_unit<T: KvElement>(
             HeadSelection::Values(values) => Given::Weights(values, at),
             _ => Given::Nothing,
         };
-        let tokens = &mut Tokens { view, row: unit.row, head: unit.head, ids, next, given, weights, partial };
+        let q = view.queries(unit.row, unit.head);
+        let tokens = &mut Tokens { view, q, ids, places, next, given, weights, partial };
         dispatch!(isa, attend_tokens::<_, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>));
         at += count;
         (count, sampled) = after;
         buffers.swap(0, 1);
+        lies.swap(0, 1);
     }
 }
 
 /// At most a block of tokens of one row and head, with the buffers of the thread that works on them.
 struct Tokens<'a, T> {
     view: &'a View<'a, T>,
-    row: usize,
-    head: usize,
+    /// The queries `[group, head_dim]`.
+    q: &'a [f32],
     ids: &'a [u32],
-    /// The tokens that come next.
-    next: &'a [u32],
+    /// Where their rows lie among keys and values, and where those of the tokens that come next.
+    places: &'a [usize],
+    next: &'a [usize],
     /// What is known of the tokens.
     given: Given<'a>,
     /// Weights `[group, 64]`, 0 beyond the tokens.
@@ -238,24 +243,30 @@ enum Given<'a> {
     Weights(&'a Values, usize),
 }
 
-/// What is read first of a token: its key, or its value if it was scored before.
+/// What is read first of tokens: keys, or values of those that were scored before.
 #[inline(always)]
-fn first_read<T: KvElement>(view: &View<T>, (row, head): (usize, usize), token: u32, scored: bool) -> *const T {
-    if scored { view.value(row, head, token) } else { view.key(row, head, token) }
+fn first_read<T: KvElement>(view: &View<T>, scored: bool) -> *const T {
+    if scored { view.v.as_ptr() } else { view.k.as_ptr() }
+}
+
+/// Where rows lie that are so far behind the first.
+#[inline(always)]
+fn rows_from<'a, T>(first: *const T, places: &[usize], to: &'a mut [*const T; BLOCK_TOKENS]) -> &'a [*const T] {
+    to.iter_mut().zip(places).for_each(|(to, &place)| *to = first.wrapping_add(place));
+    &to[..places.len()]
 }
 
 /// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
-    let Tokens { view, row, head, ids, next, given, weights, partial } = tokens;
+    let Tokens { view, q, ids, places, next, given, weights, partial } = tokens;
     let d = view.head_dim;
     let scored = scores.is_some() || matches!(given, Given::Weights(..));
-    let mut pointers = [[std::ptr::null(); BLOCK_TOKENS]; 2];
-    let [values, next_rows] = &mut pointers;
-    values.iter_mut().zip(*ids).for_each(|(to, &id)| *to = view.value(*row, *head, id));
-    next_rows.iter_mut().zip(*next).for_each(|(to, &id)| *to = first_read(view, (*row, *head), id, scored));
+    let mut pointers = [[std::ptr::null(); BLOCK_TOKENS]; 3];
+    let [keys, values, next_rows] = &mut pointers;
     // What memory brings while the values are added up: the rows that are read first of the tokens that come next.
-    let values = Gathered { rows: &values[..ids.len()], ahead: &next_rows[..next.len()] };
+    let rows = rows_from(view.v.as_ptr(), places, values);
+    let values = Gathered { rows, ahead: rows_from(first_read(view, scored), next, next_rows) };
     let width = Partial::width(d);
     if let Given::Weights(given, first) = *given {
         for (g, line) in weights.chunks_exact_mut(BLOCK_TOKENS).enumerate() {
@@ -269,11 +280,8 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
     match scores {
         Some(scores) => scores.copy(ids, weights),
         None => {
-            let mut keys = [std::ptr::null(); BLOCK_TOKENS];
-            keys.iter_mut().zip(*ids).for_each(|(key, &id)| *key = view.key(*row, *head, id));
             // And while keys are scored their values.
-            let keys = Gathered { rows: &keys[..ids.len()], ahead: values.rows };
-            let q = view.queries(*row, *head);
+            let keys = Gathered { rows: rows_from(view.k.as_ptr(), places, keys), ahead: values.rows };
             unsafe { dots::<V, T>(q, d, keys, view.scale(), weights.as_mut_ptr(), BLOCK_TOKENS) };
         }
     }
