@@ -86,6 +86,7 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       // Either the team meets to judge, or its last block merges. A scout that others have caught up with is done;
       // those that are alone do not tell it.
       if (o.scout && caught_up()) {
+        mbar_arrive_warp(smem_u32(&st.read), lane);
         if (tid == 0) {
           st.decision = {kSampled, 0};
           mbar_arrive(smem_u32(&st.decided));
@@ -104,7 +105,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
       }
       judge.combine(drawn > 0 ? over((float)o.residual, (float)drawn) : 1.f);
       if (judging) {
-        decision = judge.decide(to, drawn, noisy);
+        // It may be that this is the last look, and there is time for its outputs now. Others come where they are.
+        decision = judge.decide(to, drawn, noisy, [&] {
+          if (o.rank == 0 && !o.scout) write(128);
+        });
         if (o.scout) decision = {kSampled, drawn};
         if (decision.state == 0) {
           recall();
@@ -128,8 +132,10 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
         }
       }
       // Of a sample that is large enough every block has the output, and no block needs another.
-      if ((!judging || o.rank == 0) && !o.scout) write(decision);
-      if (judging ? tid == judge.kTeller && judge.was_last() : tid == 0) clean();
+      if (!judging) write(256);
+      if ((!judging || o.rank == 0) && !o.scout && tid == 0) tell(decision);
+      // What a sampled list's team met by is the sifting warps' to clear.
+      if (!judging && tid == 0) *judge.meeting() = 0, judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
       return;
     }
   }
@@ -270,12 +276,12 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
     return st.last;
   }
 
-  // What the parts came to, once they are combined.
-  __device__ __forceinline__ void write(const Decision& d) const {
+  // What the parts came to, once they are combined; by the first so many threads.
+  __device__ __forceinline__ void write(int threads) const {
     const int tid = judge.tid;
     const int64_t head = (int64_t)o.list * group;
 #pragma unroll 1
-    for (int i = 2 * tid; i < group * D; i += 512) {
+    for (int i = 2 * tid; i < group * D; i += 2 * threads) {
       const uint32_t high = ld_shared_u32(judge.split + split_at<D, N>(i / D, i % D));
       if (!p.out_f32) {
         static_cast<uint32_t*>(p.out)[(head * D + i) / 2] = high;
@@ -287,16 +293,13 @@ struct SampledConsumer : TileSums<T, D, N, kSampledStages<D, N>, true> {
           make_float2(to_float(h[0]) + to_float(l[0]), to_float(h[1]) + to_float(l[1]));
     }
     if (p.lse && tid < group) p.lse[head + tid] = st.stat[0][tid].all;
-    if (tid == 0) {
-      p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
-      p.residual[o.list] = o.residual;
-      p.counts[o.list] = d.count;
-      if (o.dense) p.first[o.list] = 0;
-    }
   }
-  // By one thread of the block that is the last to need the team.
-  __device__ __forceinline__ void clean() const {
-    *judge.meeting() = 0, judge.counter()[kLeftWord] = judge.counter()[kHeardWord] = 0;
+  // And what the list has read. By one thread.
+  __device__ __forceinline__ void tell(const Decision& d) const {
+    p.state[o.list] = o.dense ? (uint32_t)kWhole : d.state;
+    p.residual[o.list] = o.residual;
+    p.counts[o.list] = d.count;
+    if (o.dense) p.first[o.list] = 0;
   }
 };
 
@@ -316,9 +319,10 @@ __device__ __forceinline__ bool set_sampled_outline(const SampledParams& p, uint
   o.dense = residual <= pilot || pilot >= limit;
   o.points = o.dense ? 0 : o.points_of(pilot);
   o.dense |= o.points > (uint32_t)p.capacity;
-  o.lead = o.dense ? 0 : min(Run(o, 0, o.points).tiles(), kLeadTiles);
-  // The list's tiles are dealt out from where the first look's end.
-  o.exact = (o.rank + o.team - Run(o, 0, o.points).end() % o.team) % o.team;
+  const uint32_t lead = o.dense ? 0 : lead_end(p, w.len);
+  o.lead = min(o.share_of(lead, o.rank), kLeadTiles);
+  // The list's tiles are dealt out from where those end.
+  o.exact = o.first_behind(lead);
   return true;
 }
 
@@ -364,45 +368,43 @@ __global__ void __launch_bounds__(kSampledThreads, 1)
     mbar_init(smem_u32(&sh.decided), 1);
     mbar_init(smem_u32(&sh.heeded), kSieveThreads + 128);
     mbar_init(smem_u32(&sh.placed), kSieveThreads);
+    mbar_init(smem_u32(&sh.read), 8 * kWarpArrivals);
+    mbar_init(smem_u32(&sh.outlined), 1);
     mbar_init(smem_u32(&sh.sieve_gate), kSieveThreads);
     mbar_init(smem_u32(&sh.gate), 256);
     mbar_init_fence();
   }
   // The first thread block may be a scout, which needs nothing of the launch ahead.
-  const bool scout = p.scouts > 0 && blockIdx.x == 0;
+  const bool scout = p.scouts > 0 && blockIdx.x == 0, early = p.ahead && !scout;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Early early;
-  Permutation permutation{};
-  if (warp >= 8) {
-    if (p.ahead && !scout) early = ask_early<T, D, N>(p, stages, permutation, lane, warp - 8);
-    if (threadIdx.x == 256) sh.early = early.tiles, sh.early_len = early.len;
+  __syncthreads();
+  if (warp >= 8 && warp < 12) {
+    regs_shrink<80>();
+    SampledFeed<T, D, N>{maps, p, sh, stages, q_at, lane, warp - 8}.run(early, !scout);
+    return;
   }
+  Permutation permutation{};
+  Seat seat;
+  Guess guessed;
+  if (early && (warp == 0 || warp >= 12)) guessed = guess(p, seat, permutation);
   if (!scout) wait_for_predecessor();
   // Teams that may not all be on the device at once form in the order of starting.
-  bool any = true;
   if (threadIdx.x == 0) {
-    if (scout) any = set_scout_outline(p, sh.outline);
-    else any = set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x - p.scouts, sh.outline);
+    if (scout) sh.any = set_scout_outline(p, sh.outline);
+    else sh.any = set_sampled_outline(p, p.d.unit_capacity ? team_place(p.sync) : blockIdx.x - p.scouts, sh.outline);
+    sh.early_len = guessed.len, sh.early = guessed.lead;
+    mbar_arrive(smem_u32(&sh.outlined));
   }
-  if (!__syncthreads_and(any)) {
-    cp_async_wait_all();
-    return;
-  }
+  mbar_wait(smem_u32(&sh.outlined), 0);
+  if (!sh.any) return;
   const Outline& o = sh.outline;
   const int group = p.d.q_heads / p.d.list_heads;
-  if (warp >= 8) {
-    if (sh.early_len == 0) permutation = Permutation(o.w.len, {o.seed, (uint32_t)p.layer, o.head, o.position});
-    permutation.n = o.w.len;
-  }
   if (warp >= 12) {
     regs_shrink<64>();
+    if (sh.early_len == 0) permutation = Permutation(o.w.len, {o.seed, (uint32_t)p.layer, o.head, o.position});
+    permutation.n = o.w.len;
     Gate gate{smem_u32(&sh.sieve_gate), kSieveGate, kSieveThreads};
     Sieve<D, SampledShared<D, N>>{p, sh, o, gate, values, (int)threadIdx.x - 384, warp - 12, lane, permutation}.run();
-    return;
-  }
-  if (warp >= 8) {
-    regs_shrink<72>();
-    SampledFeed<T, D, N>{{maps, p.d, sh, o, stages, q_at, lane, warp - 8}, p, early, permutation}.run();
     return;
   }
   regs_grow<184>();

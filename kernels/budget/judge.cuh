@@ -12,8 +12,6 @@ struct Judge : Pairs<T, D, N> {
   using Base::gate, Base::group, Base::lane, Base::o, Base::p, Base::sh, Base::split, Base::warp;
 
   uint32_t met = 0;    // meetings so far
-  static constexpr int kTeller = 224;  // the thread that says when all parts are read,
-  uint32_t heard = 0;                  // and knows how often blocks of the team had said so before
 
   // A team of one has nobody to tell. Nor has a scout, which may run beside the last launch's: they have one line of counters.
   __device__ __forceinline__ bool alone() const { return o.team == 1; }
@@ -122,65 +120,67 @@ struct Judge : Pairs<T, D, N> {
   }
 
   // All consumers of the team, once the parts are combined, of b keys among the first `points`. All return the same. `noisy`
-  // counts the looks that could not tell.
-  __device__ __forceinline__ Decision decide(uint32_t points, uint32_t b, uint32_t& noisy) {
+  // counts the looks that could not tell; `beside` is for those who hold no rows of the few, to do meanwhile.
+  template <class F>
+  __device__ __forceinline__ Decision decide(uint32_t points, uint32_t b, uint32_t& noisy, F beside) {
     // A first look may err upwards.
     const float limit = 4 * b < o.most ? kDoubt * o.limit : o.limit;
-    if (this->wanted()) {
-      if (this->holds()) this->look(b);
-      gate.meet();
-    }
-    // All parts are read. By a warp that has the fewest heads.
-    if (this->tid == kTeller) heard = alone() ? met - 1 : fetch_add_release(this->counter() + kHeardWord, 1);
+    mbar_arrive_warp(smem_u32(&sh.read), lane);  // All parts are, which the sifting warps tell the team.
+    if (warp < 4) beside();
+    if (this->holds()) this->look(b);
+    fence_async_smem();  // What this wrote where tiles were comes before tiles.
+    gate.meet();
     const uint32_t few = this->wanted() ? this->count(points) : 0;
     if (few > 0) {
       this->sum(few);
       gate.meet();
     }
+    // Every warp comes to the verdicts by itself, of eight heads side by side. The first head that does not say how much speaks
+    // for the group.
+    uint32_t bad = kSample, most = 0;
 #pragma unroll 1
-    for (int g = warp; g < group; g += 8) {
-      const HeadStat s = this->stat(g);
-      float2 pairs{};
-      if (few > 0) {
-        pairs = {sh.pairs[g][0][0], sh.pairs[g][0][1]};
-        if (group <= 4) pairs.x += sh.pairs[g][1][0], pairs.y += sh.pairs[g][1][1];
-      }
-      const float d = b, free = over(1.f, d - 1), away = s.v2 - 2.f * s.oe + s.o2 * s.e2;
-      Moments m;
-      m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
-      m.variance_d = (s.e2 - over(1.f, d)) * free;
-      m.trace_r = (away - over(s.w2, d)) * free;
-      m.trace_n = (s.v2 - over(s.a2, d)) * free;
-      m.heaviest = fmaxf(over(s.most, fmaxf(s.e2, FLT_MIN)), over(s.most_v, fmaxf(s.v2, FLT_MIN)));
-      // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too large to divide by.
-      m.alignment = pairs.x < pairs.y && pairs.y < 0x1p126f ? fmaxf(over(pairs.x, pairs.y), 1.f / D) : 1.f;
+    for (int g0 = 0; g0 < group; g0 += 8) {
       float budget = 0.f;
-      const Verdict v = b < 2 ? kNoisy : Promise{p, m, limit}.verdict(lane, budget);
-      if (lane == 0) sh.verdict[g] = v, sh.budget[g] = budget;
+      const bool in = g0 + lane / 4 < group;
+      Verdict v = judged(min(g0 + lane / 4, group - 1), b, few, limit, budget);
+      if (v == kSample && !(budget < limit)) v = kGoDense;
+      const uint32_t not_so = __ballot_sync(~0u, in && v != kSample);
+      const uint32_t first = __shfl_sync(~0u, v, not_so ? __ffs(not_so) - 1 : 0);
+      if (bad == kSample && not_so) bad = first;
+      most = max(most, __reduce_max_sync(~0u, in && v == kSample ? (uint32_t)budget : 0));
     }
-    fence_async_smem();  // What this wrote where tiles were comes before tiles.
-    gate.meet();
-    return settle(points, b, limit, noisy);
+    return settle(points, b, bad, most, noisy);
   }
 
-  // By one thread, after the last look: whether no other block of the team was later in reading it.
-  __device__ __forceinline__ bool was_last() const { return heard == met * o.team - 1; }
-  // The group reads what its neediest head needs. What a sample says of its own size is checked
-  // by what the larger sample says, until it is enough.
-  __device__ __forceinline__ Decision settle(uint32_t points, uint32_t b, float limit, uint32_t& noisy) const {
-    const bool in = lane < group;
-    const float budget = in ? sh.budget[lane] : 0.f;
-    uint32_t verdict = in ? sh.verdict[lane] : kSample;
-    if (verdict == kSample && !(budget < limit)) verdict = kGoDense;
-    // The first head that does not say how much speaks for the group.
-    const uint32_t bad = __ballot_sync(~0u, verdict != kSample);
-    const uint32_t first = __shfl_sync(~0u, verdict, bad ? __ffs(bad) - 1 : 0);
-    const uint32_t most = __reduce_max_sync(~0u, verdict == kSample ? (uint32_t)budget : 0);
+  // A head's verdict, by four lanes.
+  __device__ __forceinline__ Verdict judged(int g, uint32_t b, uint32_t few, float limit, float& budget) const {
+    const HeadStat s = this->stat(g);
+    float2 pairs{};
+    if (few > 0) {
+      pairs = {sh.pairs[g][0][0], sh.pairs[g][0][1]};
+      if (group <= 4) pairs.x += sh.pairs[g][1][0], pairs.y += sh.pairs[g][1][1];
+    }
+    const float d = b, free = over(1.f, d - 1), away = s.v2 - 2.f * s.oe + s.o2 * s.e2;
+    Moments m;
+    m.n = o.residual, m.b = d, m.inverse = s.inverse, m.o2 = s.o2;
+    m.variance_d = (s.e2 - over(1.f, d)) * free;
+    m.trace_r = (away - over(s.w2, d)) * free;
+    m.trace_n = (s.v2 - over(s.a2, d)) * free;
+    m.heaviest = fmaxf(over(s.most, fmaxf(s.e2, FLT_MIN)), over(s.most_v, fmaxf(s.v2, FLT_MIN)));
+    // As a covariance in D dimensions has it, and 1 where nothing varies or a sum is too small or too large to divide by.
+    const bool sound = pairs.x < pairs.y && pairs.y >= FLT_MIN && pairs.y < 0x1p126f;
+    m.alignment = sound ? fmaxf(over(pairs.x, pairs.y), 1.f / D) : 1.f;
+    const Verdict v = Promise{p, m, limit}.verdict(lane, budget);
+    return b < 2 ? kNoisy : v;
+  }
+  // The group reads what its neediest head needs, `most`, unless a head does not say. What a sample says of its own size is
+  // checked by what the larger sample says, until it is enough.
+  __device__ __forceinline__ Decision settle(uint32_t points, uint32_t b, uint32_t bad, uint32_t most, uint32_t& noisy) const {
     uint32_t wanted = o.residual;
-    if (!bad) {
+    if (bad == kSample) {
       if (most <= b) return {kSampled, b};
       wanted = grown(p, b, most);
-    } else if (first == kNoisy && ++noisy < kNoisyLooks) {
+    } else if (bad == kNoisy && ++noisy < kNoisyLooks) {
       wanted = 4 * max(b, 2u);
     }
     if (wanted >= min(o.residual, o.most)) return {kDense, 0};

@@ -62,22 +62,10 @@ static_assert(kSieveThreads == kFewPoints);
 constexpr uint32_t kSieved = 8;      // tiles sifted and not read yet; even
 constexpr uint32_t kLeadTiles = 2;   // tiles of a rank's sample that come first; may be asked for before the launch ahead has ended
 
-// What every thread of a team knows of its list.
-struct Outline {
-  WorkList w;
-  uint32_t list, rank, team, inverse, residual;
-  uint32_t slot;      // the list's, in scratch of which a list has as much whatever its team
-  uint32_t room;      // members that a list has room for there
-  bool scout;         // the list is made up, for its code alone
-  uint32_t points;    // that the first look takes
-  uint32_t lead;      // the first tiles of this rank's sample, which come before the list's own
-  uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample the rank-th, and so on
-  uint32_t row, head, kv_head, position;
-  uint64_t seed;
+// A thread block's place in its list's team, and where its keys and values lie.
+struct Seat {
+  uint32_t rank, team, inverse, kv_head;
   const uint32_t* table;
-  float limit;    // sampled keys from which reading everything is the better bargain
-  uint32_t most;  // the least whole number of them that reaches it
-  bool dense;     // from the start: no sample can help
 
   // x / team for x below 2^27: a division costs as much as a look-up in memory, and looks have many.
   __device__ __forceinline__ void set_team(uint32_t n) { team = n, inverse = 0xFFFFFFFFu / n + 1; }
@@ -86,6 +74,29 @@ struct Outline {
   __device__ __forceinline__ uint32_t share_of(uint32_t tiles, uint32_t from) const {
     return tiles > from ? over_team(tiles - from + team - 1) : 0;
   }
+  // The first that this rank takes of tiles that are dealt out from where `before` others end.
+  __device__ __forceinline__ uint32_t first_behind(uint32_t before) const {
+    const uint32_t last = before - over_team(before) * team;
+    return rank >= last ? rank - last : rank + team - last;
+  }
+};
+
+// What every thread of a team knows of its list.
+struct Outline : Seat {
+  WorkList w;
+  uint32_t list, residual;
+  uint32_t slot;      // the list's, in scratch of which a list has as much whatever its team
+  uint32_t room;      // members that a list has room for there
+  bool scout;         // the list is made up, for its code alone
+  uint32_t points;    // that the first look takes
+  uint32_t lead;      // the first tiles of this rank's sample, which come before the list's own
+  uint32_t exact;     // tile of the list that this rank reads, and then every team-th; of the sample the rank-th, and so on
+  uint32_t row, head, position;
+  uint64_t seed;
+  float limit;    // sampled keys from which reading everything is the better bargain
+  uint32_t most;  // the least whole number of them that reaches it
+  bool dense;     // from the start: no sample can help
+
   // Whether tiles that were asked for of a sequence of so many tokens are the sample's.
   __device__ __forceinline__ bool hold(uint32_t len) const { return !dense && w.len == len; }
   // Points that hold `keys` of the sample on average.
@@ -93,6 +104,13 @@ struct Outline {
     return (uint32_t)min(((uint64_t)keys * w.len + residual - 1) / residual, (uint64_t)w.len);
   }
 };
+
+// Where those tiles of a sample end that come before the list's own: the whole ones that a first look takes whatever the list
+// reads, so that they follow from the sequence's length alone.
+__device__ __forceinline__ uint32_t lead_end(const SampledParams& p, uint32_t len) {
+  const uint32_t least = max((uint32_t)max(p.pilot_tokens, 2), (uint32_t)(p.pilot_share * len));
+  return min((least + kBlock - 1) / kBlock, len / kBlock);
+}
 
 // What a sample of b grows to at once where its budget asks for so many keys.
 __device__ __forceinline__ uint32_t grown(const SampledParams& p, uint32_t b, uint32_t asked) {
@@ -134,11 +152,13 @@ struct alignas(16) HeadStat {
 
 template <int D, int N>
 struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
-  uint64_t sieved[kSieved], used[kSieved], placed, decided, heeded, gate, sieve_gate;
+  uint64_t sieved[kSieved], used[kSieved], placed, read, outlined, decided, heeded, gate, sieve_gate;
   Outline outline;
   uint32_t last;
   Decision decision;
+  bool any;                        // whether the block has a list
   uint32_t early, early_len;       // tiles that were asked for early, and the tokens that the sequence was taken to have
+  alignas(16) WorkList lists[4];   // what each warp of the producers reads
   uint32_t passes[kSieved][2];     // a bit for each of a tile's points: whether the list leaves it out
   uint32_t passed[2], drawn;       // such points of a warpgroup's tiles since the last look; the team's
   uint32_t chosen[kMarkWords];     // bitmap of the first blocks or pages, or ids of single tokens
@@ -147,8 +167,6 @@ struct SampledShared : DecodeShared<D, N, kSampledStages<D, N>> {
   float warp_sums[2][4][N][8];  // of exact part and sample: sums, sums of squares, alone and with norms, the largest of each; two maxima
   HeadStat stat[2][N];  // by the halves of the dimensions
   float pairs[N][2][2];  // of a head's tiles, or of every other one: the two sums
-  float budget[N];
-  uint32_t verdict[N];
 };
 
 // What a look works with, where tiles were. A warpgroup's own sums of exact part, sample and its squares: in the ring's first

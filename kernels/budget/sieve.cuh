@@ -140,6 +140,7 @@ struct Sieve {
 
   __device__ __forceinline__ void run() {
     if (o.dense) return;
+    uint32_t* counter = p.sync + (1 + o.slot) * kTeamLine;
     seek(o.rank);
     mark();
     Decision d{0, o.points};
@@ -149,9 +150,19 @@ struct Sieve {
       if (look == 0 && p.rule == kChi2) place();
       from = d.count;
       seek(Run(o, from, from).first());
+      // One of them tells the team what the consumers have read, and waits for the telling in their place.
+      uint32_t before = 0;
+      if (warp == 0) {
+        mbar_wait(smem_u32(&sh.read), look & 1);
+        if (lane == 0 && o.team > 1) before = fetch_add_release(counter + kHeardWord, 1);
+      }
       mbar_wait(smem_u32(&sh.decided), look & 1);
       d = sh.decision;
       mbar_arrive(smem_u32(&sh.heeded));
+      // Who is the last to have read the last look clears what the team met by. That of a list which is then read whole is waited
+      // for until the end.
+      if (tid == 0 && d.state == kSampled && before == (look + 1) * o.team - 1)
+        *reinterpret_cast<uint64_t*>(counter + kMetWord) = 0, counter[kHeardWord] = 0;
     }
     cp_async_wait_all();
   }

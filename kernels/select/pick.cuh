@@ -39,6 +39,7 @@ __host__ __device__ inline uint32_t pick_place(uint32_t four) { return four + fo
 struct PickShared {
   uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
   uint32_t first_id, last_id;
+  alignas(16) WorkList given;  // the list as it was given
   float lse[16];
   float2 warps[16][kPickWarps];  // of each head, the largest score of each warp and the sum of powers of two relative to it
   PayShared paying;
@@ -185,12 +186,12 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
   }
 }
 
-// What a list is told of its `k` pages.
-__device__ __forceinline__ void give(const PickParams& p, uint32_t list, uint32_t k, const PickShared& sh) {
-  WorkList& w = p.work[list];
+// The list as it was given, with its `k` pages.
+__device__ __forceinline__ WorkList with_pages(const PickParams& p, uint32_t list, uint32_t k, const PickShared& sh) {
+  WorkList w = sh.given;
   if (p.target == TAPER_BLOCKS) {
     w.block_first = list * p.capacity, w.block_count = k;
-    return;
+    return w;
   }
   // What the first and the last page have beyond the ranges lies at the ends of the list.
   const uint32_t page = kBlock / p.per_block, from = w.end[0], to = w.begin[1];
@@ -202,6 +203,7 @@ __device__ __forceinline__ void give(const PickParams& p, uint32_t list, uint32_
   }
   w.token_first = list * p.capacity * page + front;
   w.token_count = k > 0 && from < to ? k * page - front - back : 0;
+  return w;
 }
 
 // By the whole thread block: the ids of the largest keys, and the list.
@@ -312,11 +314,8 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
     }
   }
   __syncthreads();
-  if (tid < 16)
-    reinterpret_cast<uint32_t*>(p.work + list)[tid] = reinterpret_cast<const uint32_t*>(p.lists + list)[tid];
-  __syncthreads();
   if (tid == 0) {
-    give(p, list, k, sh);
+    p.work[list] = with_pages(p, list, k, sh);
     p.sync[(1 + list) * kTeamLine] = 0;
   }
 }
@@ -344,6 +343,9 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   at.end = min(p.ends ? p.ends[at.list] : at.entries, at.entries);
   at.n = at.end > at.begin ? at.end - at.begin : 0;
   at.settled = p.fresh > 0 ? (p.lens[at.row] - min((uint32_t)p.fresh, p.lens[at.row])) / page : ~0u;
+  // There by the time one block has to choose.
+  if (tid < sizeof(WorkList) / 4)
+    reinterpret_cast<uint32_t*>(&sh.given)[tid] = reinterpret_cast<const uint32_t*>(p.lists + at.list)[tid];
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
   if (at.n > 0) {
     ViewRows<T, W, NT, true> view{
