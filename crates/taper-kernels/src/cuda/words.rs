@@ -93,3 +93,53 @@ impl Words {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+
+    /// Five tensors copied, where a launch takes four; then 30 runs of 1 to 88 words, 1,335 in all, where one takes 16 of 768 in
+    /// all; and a run longer than any launch takes, which is a copy of its own.
+    #[test]
+    fn what_a_launch_has_no_room_for_comes_by_the_next() {
+        let device = Device::new_cuda(0).unwrap();
+        let op = Op::on("words", "device", &device).unwrap();
+        let of = |first: u32, count: u32| {
+            Tensor::from_vec((first..first + count).collect(), count as usize, &device).unwrap()
+        };
+        let zeros = |count: usize| Tensor::zeros(count, DType::U32, &device).unwrap();
+        let (from, to): (Vec<_>, Vec<_>) =
+            (0..5).map(|i| (of(1000 * i, 4 + 300 * i), zeros(4 + 300 * i as usize))).unzip();
+        let (runs, long) = (zeros(3000), zeros(800));
+        device.synchronize().unwrap();
+
+        let mut words = Words::new(op.cuda_stream().cu_stream());
+        for (from, to) in from.iter().zip(&to) {
+            words.copy_tensor(&op, from, to).unwrap();
+        }
+        let place = |of: &Tensor, at: usize| {
+            let address = op.at::<u32>("to", of, DType::U32, of.dims()).unwrap();
+            address as u64 + 4 * at as u64
+        };
+        let mut expected = vec![0u32; 3000];
+        for i in 0..30 {
+            let (at, count) = (100 * i, 3 * i + 1);
+            let run: Vec<u32> = (0..count).map(|j| (1000 * i + j) as u32 + 1).collect();
+            expected[at..at + count].copy_from_slice(&run);
+            // SAFETY: the tensor has 3,000 words, which only this test uses.
+            unsafe { words.write(place(&runs, at), bytemuck::cast_slice(&run)) };
+        }
+        let whole: Vec<u32> = (1..=800).collect();
+        // SAFETY: the tensor has 800 words, which only this test uses.
+        unsafe { words.write(place(&long, 0), bytemuck::cast_slice(&whole)) };
+        words.send(&op).unwrap();
+
+        let read = |tensor: &Tensor| tensor.to_vec1::<u32>().unwrap();
+        for (from, to) in from.iter().zip(&to) {
+            assert_eq!(read(from), read(to));
+        }
+        assert_eq!(read(&runs), expected);
+        assert_eq!(read(&long), whole);
+    }
+}
