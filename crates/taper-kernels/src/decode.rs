@@ -77,18 +77,6 @@ impl<'a, T: KvElement> View<'a, T> {
         ((block * self.kv_heads + head) * BLOCK_TOKENS + token % BLOCK_TOKENS) * self.head_dim
     }
 
-    /// Where a token's key lies: `head_dim` elements.
-    #[inline(always)]
-    fn key(&self, row: usize, head: usize, token: u32) -> *const T {
-        self.k[self.offset(row, head, token as usize)..][..self.head_dim].as_ptr()
-    }
-
-    /// Where a token's value lies: `head_dim` elements.
-    #[inline(always)]
-    fn value(&self, row: usize, head: usize, token: u32) -> *const T {
-        self.v[self.offset(row, head, token as usize)..][..self.head_dim].as_ptr()
-    }
-
     /// Where the rows of some tokens, at most a block, lie among the keys, and among the values.
     #[inline(always)]
     fn places(&self, (row, head): (usize, usize), tokens: &[u32], to: &mut [usize; BLOCK_TOKENS]) {
@@ -100,6 +88,20 @@ impl<'a, T: KvElement> View<'a, T> {
         assert!(last + self.head_dim <= self.k.len().min(self.v.len()), "a block within the cache");
     }
 
+    /// The rows of some tokens, at most a block, of keys or values that begin with `first`: `head_dim` elements each.
+    #[inline(always)]
+    fn rows<'b>(
+        &self,
+        first: *const T,
+        of: (usize, usize),
+        tokens: &[u32],
+        to: &'b mut [*const T; BLOCK_TOKENS],
+    ) -> &'b [*const T] {
+        let mut places = [0; BLOCK_TOKENS];
+        self.places(of, tokens, &mut places);
+        rows_from(first, &places[..tokens.len()], to)
+    }
+
     /// The queries `[group, head_dim]` of one row and KV head.
     fn queries(&self, row: usize, head: usize) -> &'a [f32] {
         let at = (row * self.q_heads + head * self.group) * self.head_dim;
@@ -109,6 +111,13 @@ impl<'a, T: KvElement> View<'a, T> {
     fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
+}
+
+/// The rows that lie at such places from the first on, at most a block.
+#[inline(always)]
+fn rows_from<'a, T>(first: *const T, places: &[usize], to: &'a mut [*const T; BLOCK_TOKENS]) -> &'a [*const T] {
+    to.iter_mut().zip(places).for_each(|(to, &place)| *to = first.wrapping_add(place));
+    &to[..places.len()]
 }
 
 impl<'a> Decode<'a> {

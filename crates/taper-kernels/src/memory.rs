@@ -6,7 +6,7 @@
 use bytemuck::Zeroable;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 /// Zeros that the system hands out untouched.
 pub(crate) fn zeros<T: Zeroable>(len: usize) -> Vec<T> {
@@ -47,7 +47,7 @@ pub(crate) struct Large<T> {
 }
 
 /// A line of the cache.
-#[derive(Clone, Copy, Zeroable)]
+#[derive(Debug, Clone, Copy, Zeroable)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
@@ -64,12 +64,6 @@ struct Chunk {
 unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
-impl std::fmt::Debug for Line {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str("Line")
-    }
-}
-
 impl Chunk {
     /// Of zeros.
     fn new(lines: usize) -> Self {
@@ -79,8 +73,8 @@ impl Chunk {
     }
 }
 
-/// The chunk with room left, and its first line that nobody has.
-static OPEN: Mutex<Option<(Arc<Chunk>, usize)>> = Mutex::new(None);
+/// The chunk with room left, for as long as anybody has a part of it, and its first line that nobody has.
+static OPEN: Mutex<(Weak<Chunk>, usize)> = Mutex::new((Weak::new(), 0));
 
 impl<T: Zeroable + Copy> Large<T> {
     /// So many elements, which `write` gets as zeros.
@@ -101,11 +95,11 @@ fn take(lines: usize) -> (Arc<Chunk>, usize) {
         return (Arc::new(Chunk::new(lines)), 0);
     }
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let (chunk, taken) = match open.take() {
-        Some((chunk, taken)) if taken + lines <= ROOM => (chunk, taken),
+    let (chunk, taken) = match open.0.upgrade() {
+        Some(chunk) if open.1 + lines <= ROOM => (chunk, open.1),
         _ => (Arc::new(Chunk::new(ROOM)), 0),
     };
-    *open = Some((Arc::clone(&chunk), taken + lines));
+    *open = (Arc::downgrade(&chunk), taken + lines);
     (chunk, taken)
 }
 

@@ -100,13 +100,13 @@ impl Packed {
         let fits = onto.is_none_or(|onto| onto.len() == tokens * self.outputs);
         assert!(x.len() == tokens * self.inputs && fits, "activations of another width");
         let activations = Activations::round(isa, x, self.inputs);
-        let panels = self.outputs.div_ceil(ROWS);
+        let (panels, by) = (self.outputs.div_ceil(ROWS), (isa, isa.adds_byte_products()));
         let write = |[out]: [_; 1]| {
             // Neighbouring units share a stretch of weights, not of tokens: the weights are the larger.
             parallel::for_each_block((panels, 1, UNIT_PANELS), (tokens, UNIT_TOKENS), |panels, tokens| {
                 for panel in panels {
                     // SAFETY: each panel and token belongs to one unit.
-                    unsafe { self.strip(isa, &activations, panel, tokens.clone(), (onto, out)) };
+                    unsafe { self.strip(by, &activations, panel, tokens.clone(), (onto, out)) };
                 }
             });
         };
@@ -115,20 +115,19 @@ impl Packed {
         out
     }
 
-    /// The products of a panel with some tokens.
+    /// The products of a panel with some tokens, by an instruction set of which is said whether it adds products of bytes.
     ///
     /// # Safety
-    /// Nobody else holds their part of `out` meanwhile.
+    /// It does; nobody else holds their part of `out` meanwhile.
     unsafe fn strip(
         &self,
-        isa: Isa,
+        (isa, wide): (Isa, bool),
         x: &Activations,
         panel: usize,
         tokens: Range<usize>,
         (onto, out): (Option<&[f32]>, SharedMut<MaybeUninit<f32>>),
     ) {
         let rows = ROWS.min(self.outputs - panel * ROWS);
-        let wide = isa.adds_byte_products();
         let mut token = tokens.start;
         while token < tokens.end {
             let left = tokens.end - token;
@@ -136,7 +135,8 @@ impl Packed {
             let count = if wide { TOGETHER.min(1 << left.ilog2()) } else { left.min(TILE_TOKENS) };
             let mut tile = [const { MaybeUninit::<[f32; ROWS]>::uninit() }; TOGETHER];
             let tile = &mut tile[..count];
-            self.tile(isa, x, panel, token, tile);
+            // SAFETY: the caller's.
+            unsafe { self.tile((isa, wide), x, panel, token, tile) };
             // SAFETY: the kernel has written all of them.
             let tile = unsafe { std::slice::from_raw_parts(tile.as_ptr().cast::<[f32; ROWS]>(), tile.len()) };
             for (token, values) in (token..).zip(tile) {
@@ -157,13 +157,23 @@ impl Packed {
     }
 
     /// The same with consecutive tokens of one tile.
-    fn tile(&self, isa: Isa, x: &Activations, panel: usize, token: usize, out: &mut [MaybeUninit<[f32; ROWS]>]) {
+    ///
+    /// # Safety
+    /// The instruction set adds products of bytes if that is said.
+    unsafe fn tile(
+        &self,
+        (isa, wide): (Isa, bool),
+        x: &Activations,
+        panel: usize,
+        token: usize,
+        out: &mut [MaybeUninit<[f32; ROWS]>],
+    ) {
         let blocks = self.inputs / BLOCK;
         let size = blocks * self.bits.block();
         let tile = Tile { weights: &self.data[panel * size..(panel + 1) * size], x, token, blocks };
         #[cfg(target_arch = "x86_64")]
-        if isa.adds_byte_products() {
-            // SAFETY: so these instructions exist.
+        if wide {
+            // SAFETY: the caller's.
             return unsafe { avx512::tile(self.bits, &tile, out) };
         }
         #[cfg(target_arch = "x86_64")]
@@ -171,7 +181,7 @@ impl Packed {
             // SAFETY: the other instruction sets include AVX2, FMA and F16C.
             return unsafe { avx2::tile(self.bits, &tile, out) };
         }
-        let _ = isa;
+        let _ = (isa, wide);
         match self.bits {
             Bits::Four => tile.portable(Bits::Four, out),
             Bits::Eight => tile.portable(Bits::Eight, out),

@@ -2,7 +2,7 @@
 
 use super::rows::{Gathered, Partial, add_values, dots};
 use super::scores::HeadScores;
-use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, Values, View, with_view};
+use super::{Decode, HeadSelection, Keys, Sample, Scores, Selection, UNIT_TOKENS, Values, View, rows_from, with_view};
 use crate::kv::{BLOCK_TOKENS, KvElement};
 use crate::parallel::{self, SharedMut};
 use crate::simd::{Isa, Simd, dispatch, prefetch};
@@ -249,13 +249,6 @@ fn first_read<T: KvElement>(view: &View<T>, scored: bool) -> *const T {
     if scored { view.v.as_ptr() } else { view.k.as_ptr() }
 }
 
-/// Where rows lie that are so far behind the first.
-#[inline(always)]
-fn rows_from<'a, T>(first: *const T, places: &[usize], to: &'a mut [*const T; BLOCK_TOKENS]) -> &'a [*const T] {
-    to.iter_mut().zip(places).for_each(|(to, &place)| *to = first.wrapping_add(place));
-    &to[..places.len()]
-}
-
 /// Scores the tokens, unless they were scored before; folds them into the running maximum and sum; adds their values.
 #[inline(always)]
 unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: Option<&HeadScores>) {
@@ -307,17 +300,15 @@ unsafe fn attend_tokens<V: Simd, T: KvElement>(tokens: &mut Tokens<T>, scores: O
 #[inline(always)]
 pub(super) unsafe fn score_keys<V: Simd, T: KvElement>(
     view: &View<T>,
-    (row, head): (usize, usize),
+    of: (usize, usize),
     (ids, next): (&[u32], &[u32]),
     out: *mut f32,
     stride: usize,
 ) {
-    let mut keys = [std::ptr::null(); 2 * BLOCK_TOKENS];
-    keys.iter_mut().zip(ids.iter().chain(next)).for_each(|(key, &id)| *key = view.key(row, head, id));
-    let (keys, ahead) = keys[..ids.len() + next.len()].split_at(ids.len());
-    unsafe {
-        dots::<V, T>(view.queries(row, head), view.head_dim, Gathered { rows: keys, ahead }, view.scale(), out, stride)
-    };
+    let (first, mut pointers) = (view.k.as_ptr(), [[std::ptr::null(); BLOCK_TOKENS]; 2]);
+    let [keys, ahead] = &mut pointers;
+    let keys = Gathered { rows: view.rows(first, of, ids, keys), ahead: view.rows(first, of, next, ahead) };
+    unsafe { dots::<V, T>(view.queries(of.0, of.1), view.head_dim, keys, view.scale(), out, stride) };
 }
 
 /// Tokens of one head that a thread works on at a time beside others at the same head: fewer are not worth another thread.

@@ -447,14 +447,7 @@ impl<'a, T: KvElement> Work<'a, T> {
 
     /// Where the values of some sampled keys, at most a block, lie.
     fn values<'b>(&self, keys: Range<usize>, to: &'b mut [*const T; BLOCK_TOKENS]) -> &'b [*const T] {
-        let to = &mut to[..keys.len()];
-        to.iter_mut().zip(keys).for_each(|(to, key)| *to = self.value(key));
-        to
-    }
-
-    /// Where the value of a sampled key lies.
-    fn value(&self, key: usize) -> *const T {
-        self.view.value(self.row, self.head, self.ids[key])
+        self.view.rows(self.view.v.as_ptr(), (self.row, self.head), &self.ids[keys], to)
     }
 }
 
