@@ -4,6 +4,7 @@ mod common;
 
 use candle_core::{DType, Device, Tensor};
 use common::{PlainAttention, checkpoint, difference, expected, folder, golden, load, logits_of};
+use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -202,6 +203,65 @@ fn a_model_says_what_its_weights_take() {
     let matrices = config.multiplied_weights();
     assert_eq!(bytes(WeightDType::F32), (4 * matrices + norms) as u64);
     assert_eq!(bytes(WeightDType::BF16), (2 * matrices + norms) as u64);
+}
+
+/// A golden checkpoint with another configuration.
+fn configured(name: &str, change: impl FnOnce(&mut Map<String, Value>)) -> tempfile::TempDir {
+    let whole = renamed(name, |name| Some(name.to_owned()));
+    let path = whole.path().join("config.json");
+    let mut config: Map<String, Value> = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    change(&mut config);
+    std::fs::write(path, Value::from(config).to_string()).unwrap();
+    whole
+}
+
+/// As transformers writes a configuration from version 5 on, and somebody stretches it in the way that models' pages tell.
+#[test]
+fn a_scaling_that_stands_beside_the_newer_field_holds() {
+    for name in ["yarn", "linear", "llama3.1"] {
+        let both = configured(name, |config| {
+            let theta = config.remove("rope_theta");
+            config.insert("rope_parameters".into(), json!({ "rope_type": "default", "rope_theta": theta }));
+        });
+        let newer = configured(name, |config| {
+            let mut scaling = config.remove("rope_scaling").unwrap();
+            scaling["rope_theta"] = config.remove("rope_theta").unwrap();
+            config.insert("rope_parameters".into(), scaling);
+            config.insert("rope_scaling".into(), json!({}));
+        });
+        let (tokens, logits) = expected(name);
+        for (what, whole) in [("both", both), ("the newer", newer)] {
+            let model = load(&folder(whole.path()), false);
+            let difference = difference(&logits_of(&model, &tokens), &logits);
+            assert!(difference < TOLERANCE, "{name}, {what}: logits differ by {difference}");
+        }
+    }
+}
+
+#[test]
+fn the_context_of_training_may_stand_apart_from_the_scaling() {
+    for name in ["yarn", "llama3.1"] {
+        let whole = configured(name, |config| {
+            let original = config["rope_scaling"]["original_max_position_embeddings"].take();
+            config.insert("original_max_position_embeddings".into(), original);
+        });
+        let (apart, own) = (folder(whole.path()), checkpoint(name));
+        let [apart, own] = [apart, own].map(|model| ModelConfig::read(&model).unwrap());
+        assert_eq!((apart.rope, apart.context_length), (own.rope, own.context_length), "{name}");
+    }
+}
+
+/// Vicuna's and LongChat's longer versions.
+#[test]
+fn positions_before_a_linear_stretch_are_known_by_the_length_beside_them() {
+    let context = |positions: usize, length: usize| {
+        let whole = configured("linear", |config| {
+            config.insert("max_position_embeddings".into(), json!(positions));
+            config.insert("max_sequence_length".into(), json!(length));
+        });
+        ModelConfig::read(&folder(whole.path())).unwrap().context_length
+    };
+    assert_eq!([context(16, 64), context(16, 1 << 40), context(64, 16)], [64, 64, 64]);
 }
 
 /// A golden checkpoint of one file, its tensors under other names or left out.

@@ -51,6 +51,12 @@ struct RawConfig {
     #[serde(default)]
     partial_rotary_factor: Option<f64>,
     max_position_embeddings: usize,
+    /// Of models that are stretched linearly and say here how far.
+    #[serde(default)]
+    max_sequence_length: Option<usize>,
+    /// Goes over the one beside the scaling's other numbers.
+    #[serde(default)]
+    original_max_position_embeddings: Option<usize>,
     /// Absent and null differ: see `MISTRAL_WINDOW`.
     #[serde(default, deserialize_with = "present")]
     sliding_window: Option<Option<usize>>,
@@ -78,7 +84,7 @@ enum Architecture {
 }
 
 /// `rope_scaling` of older files, `rope_parameters` of newer ones.
-#[derive(Deserialize, Default)]
+#[derive(Deserialize, Default, PartialEq)]
 struct RawRope {
     #[serde(default)]
     rope_type: Option<String>,
@@ -204,9 +210,9 @@ fn refuse_unsupported(path: &Path, raw: &RawConfig) -> Result<(), ModelError> {
     if raw.quantization_config.is_some() {
         return Err(ModelError::unsupported(path, "quantization_config", "a quantised safetensors checkpoint"));
     }
-    let rope = raw.rope_parameters.as_ref().or(raw.rope_scaling.as_ref());
-    let partial = raw.partial_rotary_factor.or(rope.and_then(|r| r.partial_rotary_factor));
-    if partial.is_some_and(|p| p != 1.0) {
+    let ropes = [&raw.rope_scaling, &raw.rope_parameters].into_iter().flatten();
+    let mut partial = ropes.filter_map(|rope| rope.partial_rotary_factor).chain(raw.partial_rotary_factor);
+    if partial.any(|p| p != 1.0) {
         return Err(ModelError::unsupported(path, "partial_rotary_factor", "rotating a part of each head"));
     }
     Ok(())
@@ -215,22 +221,32 @@ fn refuse_unsupported(path: &Path, raw: &RawConfig) -> Result<(), ModelError> {
 /// The rotary embedding, and the context length that it reaches.
 fn rope(path: &Path, raw: &RawConfig, head_dim: usize) -> Result<(Rope, usize), ModelError> {
     let none = RawRope::default();
-    let (group, given) = match (&raw.rope_parameters, &raw.rope_scaling) {
-        (Some(given), _) => ("rope_parameters", given),
-        (None, Some(given)) => ("rope_scaling", given),
+    // Beside the newer field the older one was added by hand, to stretch the context: as in transformers it holds.
+    let added = raw.rope_scaling.as_ref().filter(|added| **added != none);
+    let (group, given) = match (added, &raw.rope_parameters) {
+        (Some(given), _) => ("rope_scaling", given),
+        (None, Some(given)) => ("rope_parameters", given),
         (None, None) => ("rope_scaling", &none),
     };
     let need =
         |field: &str, value: Option<f64>| value.ok_or_else(|| ModelError::missing(path, format!("{group}.{field}")));
     let positions = raw.max_position_embeddings;
-    let original = given.original_max_position_embeddings.unwrap_or(positions);
+    let apart = raw.original_max_position_embeddings;
+    let original = apart.or(given.original_max_position_embeddings).unwrap_or(positions);
     if original == 0 {
-        return Err(ModelError::invalid(path, format!("{group}.original_max_position_embeddings"), "is 0"));
+        let group = if apart.is_some() { String::new() } else { format!("{group}.") };
+        return Err(ModelError::invalid(path, format!("{group}original_max_position_embeddings"), "is 0"));
     }
     let mut context_length = positions;
     let scaling = match given.rope_type.as_deref().or(given.old_type.as_deref()).unwrap_or("default") {
         "default" => RopeScaling::Default,
-        "linear" => RopeScaling::Linear { factor: need("factor", given.factor)? },
+        "linear" => {
+            let factor = need("factor", given.factor)?;
+            // Most say the positions after the stretch, Vicuna and LongChat those before it and the others apart.
+            let said = raw.max_sequence_length.unwrap_or(positions);
+            context_length = positions.max(said.min(stretched(positions, factor)));
+            RopeScaling::Linear { factor }
+        }
         "dynamic" => {
             let factor = need("factor", given.factor)?;
             // The stretch sets in past max_position_embeddings, so the context reaches beyond it.
@@ -259,7 +275,8 @@ fn rope(path: &Path, raw: &RawConfig, head_dim: usize) -> Result<(Rope, usize), 
         other => return Err(ModelError::unsupported(path, format!("{group}.rope_type"), other)),
     };
     check_scaling(path, group, &scaling)?;
-    let theta = given.rope_theta.or(raw.rope_theta).unwrap_or(10_000.0);
+    let beside = raw.rope_parameters.as_ref().and_then(|parameters| parameters.rope_theta);
+    let theta = given.rope_theta.or(raw.rope_theta).or(beside).unwrap_or(10_000.0);
     Ok((Rope { theta, head_dim, scaling }, context_length))
 }
 
