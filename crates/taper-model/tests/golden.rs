@@ -295,6 +295,20 @@ fn a_network_saved_without_its_head_is_loaded_where_the_head_is_its_table() {
     assert!(error.contains("model.safetensors: lm_head.weight, without which only a model with tie_word"), "{error}");
 }
 
+/// What saves a tensor of two names once keeps either.
+#[test]
+fn a_table_that_is_the_head_too_may_have_the_heads_name() {
+    let as_head =
+        |name: &str| Some(if name == "model.embed_tokens.weight" { "lm_head.weight" } else { name }.to_owned());
+    let tied = renamed("llama3.2-tied", as_head);
+    let (tokens, logits) = expected("llama3.2-tied");
+    let difference = difference(&logits_of(&load(&folder(tied.path()), false), &tokens), &logits);
+    assert!(difference < 1e-4, "logits differ by {difference}");
+    let untied = renamed("llama2-gqa", |name| as_head(name).filter(|_| name != "lm_head.weight"));
+    let error = Model::load(&folder(untied.path()), &LoadOptions::default(), &Device::Cpu).unwrap_err().to_string();
+    assert!(error.contains("model.embed_tokens.weight is missing"), "{error}");
+}
+
 #[test]
 fn biases_that_the_configuration_does_not_tell_of_are_refused_unless_they_are_0() {
     let folder_of = |bias: f32| {

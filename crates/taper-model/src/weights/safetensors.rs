@@ -17,6 +17,9 @@ use taper_kernels::linear::Linear;
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+/// The output head's name. Who saves a tensor that has two names once may keep this one for the table of embeddings.
+const HEAD: &str = "lm_head.weight";
+
 /// The longest name of a file, in bytes, on the systems we run on.
 const FILE_NAME_MAX: usize = 255;
 
@@ -164,7 +167,9 @@ impl<'a> Safetensors<'a> {
             Role::Head => "lm_head.weight, without which only a model with tie_word_embeddings = true has an output,",
             _ => name.as_str(),
         };
-        let entry = self.files.get(&name).ok_or_else(|| ModelError::missing(&self.files.listing, missing()))?;
+        let shared = role == Role::Embedding && self.config.tie_embeddings;
+        let entry = self.files.get(&name).or_else(|| self.files.get(HEAD).filter(|_| shared));
+        let entry = entry.ok_or_else(|| ModelError::missing(&self.files.listing, missing()))?;
         let path = self.file(entry).path();
         let expected = expected_shape(self.config, role);
         if entry.shape != expected {
@@ -295,7 +300,7 @@ fn name(role: Role, layer: usize) -> String {
     match role {
         Role::Embedding => "model.embed_tokens.weight".to_owned(),
         Role::FinalNorm => "model.norm.weight".to_owned(),
-        Role::Head => "lm_head.weight".to_owned(),
+        Role::Head => HEAD.to_owned(),
         Role::AttentionNorm => in_layer("input_layernorm"),
         Role::Query => in_layer("self_attn.q_proj"),
         Role::Key => in_layer("self_attn.k_proj"),
