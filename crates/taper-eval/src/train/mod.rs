@@ -12,6 +12,7 @@ mod artefact;
 pub(crate) mod capture;
 mod clustering;
 mod corpus;
+mod defaults;
 mod double_sparsity;
 mod error;
 mod hash_attention;
@@ -27,6 +28,7 @@ mod saap;
 mod sample_attention;
 
 pub use corpus::{Corpus, CorpusSize};
+pub use defaults::default_of;
 pub use error::TrainError;
 pub use kept::Kept;
 pub use plan::{Method, Network, Plan};

@@ -10,7 +10,7 @@ use rand_chacha::ChaCha8Rng;
 pub(super) type Linear = (Vec<f32>, Vec<f32>);
 
 /// How many steps, how many queries each, how fast.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Schedule {
     pub iterations: usize,
     pub batch: usize,

@@ -1,41 +1,42 @@
 //! What to train, checked against the model and the text.
 
 use super::corpus::Corpus;
+use super::defaults::{DOUBLE_SPARSITY, Defaults, HASH_ATTENTION, KMEANS, MINFERENCE, Net, SAAP, SAMPLE_ATTENTION};
 use super::error::TrainError;
 use super::head::Far;
 use super::net::Schedule;
 use taper_attention::AttentionShape;
 
-/// A method that has something to learn, with what can be set of it. `None` is the default.
+/// A method that has something to learn, with what can be set of it. `None` is the [default](super::default_of).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Method {
     /// The channels by which keys are ranked.
     DoubleSparsity {
-        /// Channels of a KV head [a quarter of its width].
+        /// Channels of a KV head.
         channels: Option<usize>,
     },
     /// Clusters of keys.
     KMeans {
         /// Whether keys are clustered after the rotary embedding.
         rope: bool,
-        /// Clusters of a KV head [four times the root of the sequences' length, as a power of two].
+        /// Clusters of a KV head.
         clusters: Option<usize>,
     },
     /// Clusters of keys, and a classifier of queries.
     Saap {
         /// As of k-means.
         clusters: Option<usize>,
-        /// The classifier [four times a head's width hidden; 1000 iterations of 1000 queries from 1e-3].
+        /// The classifier.
         network: Network,
     },
     /// Maps from queries and keys to codes.
     HashAttention {
-        /// The maps [128 hidden; 1500 iterations of 64 rows from 1e-3].
+        /// The maps.
         network: Network,
     },
     /// A pattern for every query head of prompts.
     MInference {
-        /// Keys that a row reads on average, whatever the pattern [an eighth of the sequences' length, at least 512].
+        /// Keys that a row reads on average, whatever the pattern.
         keys: Option<usize>,
     },
     /// Thresholds of the share of columns and diagonals that prompts read, by their length.
@@ -48,7 +49,18 @@ pub enum Method {
 impl Method {
     /// Whether it attends for prompts, whose rows have neither sinks nor a window apart.
     pub(super) fn is_prefill(&self) -> bool {
-        matches!(self, Self::MInference { .. } | Self::SampleAttention { .. })
+        self.defaults().near.is_none()
+    }
+
+    fn defaults(&self) -> Defaults {
+        match self {
+            Self::DoubleSparsity { .. } => DOUBLE_SPARSITY,
+            Self::KMeans { .. } => KMEANS,
+            Self::Saap { .. } => SAAP,
+            Self::HashAttention { .. } => HASH_ATTENTION,
+            Self::MInference { .. } => MINFERENCE,
+            Self::SampleAttention { .. } => SAMPLE_ATTENTION,
+        }
     }
 }
 
@@ -65,6 +77,24 @@ pub struct Network {
     pub learning_rate: Option<f64>,
 }
 
+impl Network {
+    /// Width and training of it, what is not given as by default.
+    fn check(&self, usual: Net, head_dim: usize) -> Result<(usize, Schedule), TrainError> {
+        let hidden = within("hidden", self.hidden.unwrap_or(usual.hidden(head_dim)), 1, HIDDEN_MAX)?;
+        let learning_rate = self.learning_rate.unwrap_or(usual.learning_rate);
+        if !(learning_rate > 0.0 && learning_rate <= 1.0) {
+            let message = format!("{learning_rate} is not valid; valid are numbers above 0, up to 1");
+            return Err(TrainError::option("learning-rate", message));
+        }
+        let schedule = Schedule {
+            iterations: within("iterations", self.iterations.unwrap_or(usual.iterations), 1, 1 << 30)?,
+            batch: within("batch", self.batch.unwrap_or(usual.batch), 2, 1 << 20)?,
+            learning_rate,
+        };
+        Ok((hidden, schedule))
+    }
+}
+
 /// What to train.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -75,11 +105,9 @@ pub struct Plan {
     /// Most rows of a sequence whose queries are kept, drawn at random; of prefill methods whole query blocks of 64, evenly
     /// apart.
     pub queries: usize,
-    /// Of decode methods: tokens at the start that count as sinks: read whatever is learned [1; 4 of double_sparsity;
-    /// of hash_attention 128, or a sixteenth of the sequences' length if that is less].
+    /// Of decode methods: tokens at the start that count as sinks: read whatever is learned.
     pub sink: Option<usize>,
-    /// Of decode methods: most recent tokens, read whatever is learned [2047, or a quarter of the length if that is less; 64 of
-    /// double_sparsity and 128 of hash_attention, or a sixteenth].
+    /// Of decode methods: most recent tokens, read whatever is learned; unless given at most half of the model's own window.
     pub window: Option<usize>,
     /// Seed of all draws.
     pub seed: u64,
@@ -123,34 +151,29 @@ impl Plan {
 
         let training = (0..corpus.sequences().len()).filter(|&i| !corpus.held_out(i));
         let keys: usize = training.map(|i| corpus.sequences()[i].len()).sum();
-        let clusters = |wanted: Option<usize>| {
-            let usual = 4 * ((length as f64).sqrt() as usize).next_power_of_two();
-            within("clusters", wanted.unwrap_or(usual.min(keys)), 1, keys.min(1 << 16))
+        let defaults = self.method.defaults();
+        let count = |option, wanted: Option<usize>, most| {
+            within(option, wanted.unwrap_or(defaults.count(shape, length, keys)), 1, most)
         };
-        let (name, count, network, defaults) = match &self.method {
+        let (name, count, network) = match &self.method {
             Method::DoubleSparsity { channels } => {
-                let channels = within("channels", channels.unwrap_or((shape.head_dim / 4).max(1)), 1, shape.head_dim)?;
+                let channels = count("channels", *channels, shape.head_dim)?;
                 if layers.len() != shape.layers {
                     return Err(TrainError::option(
                         "layers",
                         "double_sparsity takes all layers: its file has no other form",
                     ));
                 }
-                ("double_sparsity", channels, Network::default(), (1, 1, 1, 1.0))
+                ("double_sparsity", channels, Network::default())
             }
-            Method::KMeans { rope, clusters: wanted } => {
+            Method::KMeans { rope, clusters } => {
                 let name = if *rope { "kmeans-rope" } else { "kmeans" };
-                (name, clusters(*wanted)?, Network::default(), (1, 1, 1, 1.0))
+                (name, count("clusters", *clusters, keys.min(1 << 16))?, Network::default())
             }
-            Method::Saap { clusters: wanted, network } => {
-                ("saap", clusters(*wanted)?, *network, (4 * shape.head_dim, 1000, 1000, 1e-3))
-            }
-            Method::HashAttention { network } => ("hash_attention", 0, *network, (128, 1500, 64, 1e-3)),
-            Method::MInference { keys } => {
-                let usual = (length / 8).max(512).min(length);
-                ("minference", within("keys", keys.unwrap_or(usual), 1, length)?, Network::default(), (1, 1, 1, 1.0))
-            }
-            Method::SampleAttention { .. } => ("sample_attention", 0, Network::default(), (1, 1, 1, 1.0)),
+            Method::Saap { clusters, network } => ("saap", count("clusters", *clusters, keys.min(1 << 16))?, *network),
+            Method::HashAttention { network } => ("hash_attention", 0, *network),
+            Method::MInference { keys } => ("minference", count("keys", *keys, length)?, Network::default()),
+            Method::SampleAttention { .. } => ("sample_attention", 0, Network::default()),
         };
         let cra = match self.method {
             Method::SampleAttention { cra } if cra > 0.0 && cra <= 1.0 => cra,
@@ -160,16 +183,9 @@ impl Plan {
             }
             _ => 1.0,
         };
-        let hidden = within("hidden", network.hidden.unwrap_or(defaults.0), 1, HIDDEN_MAX)?;
-        let learning_rate = network.learning_rate.unwrap_or(defaults.3);
-        if !(learning_rate > 0.0 && learning_rate <= 1.0) {
-            let message = format!("{learning_rate} is not valid; valid are numbers above 0, up to 1");
-            return Err(TrainError::option("learning-rate", message));
-        }
-        let schedule = Schedule {
-            iterations: within("iterations", network.iterations.unwrap_or(defaults.1), 1, 1 << 30)?,
-            batch: within("batch", network.batch.unwrap_or(defaults.2), 2.min(defaults.2), 1 << 20)?,
-            learning_rate,
+        let (hidden, schedule) = match defaults.network {
+            Some(net) => network.check(net, shape.head_dim)?,
+            None => Default::default(),
         };
         let mut options = format!("length {length}, queries {}", self.queries);
         if !self.method.is_prefill() {
@@ -181,7 +197,7 @@ impl Plan {
             Method::DoubleSparsity { .. } => format!(", channels {count}"),
             Method::KMeans { .. } => format!(", clusters {count}"),
             Method::Saap { .. } | Method::HashAttention { .. } => {
-                let Schedule { iterations, batch, .. } = schedule;
+                let Schedule { iterations, batch, learning_rate } = schedule;
                 let clusters = if count > 0 { format!(", clusters {count}") } else { String::new() };
                 format!(
                     "{clusters}, hidden {hidden}, iterations {iterations}, batch {batch}, learning rate {learning_rate}"
@@ -193,24 +209,22 @@ impl Plan {
 
     /// Keys that are read whatever is learned: of prompts none apart, else such that there is a key between.
     fn far(&self, shape: &AttentionShape, length: usize) -> Result<Far, TrainError> {
-        let (sink, window) = match self.method {
-            Method::DoubleSparsity { .. } => (4.min(length / 16), 64.min(length / 16)),
-            Method::HashAttention { .. } => (128.min(length / 16), 128.min(length / 16)),
-            Method::KMeans { .. } | Method::Saap { .. } => (1, 2047.min(length / 4)),
-            Method::MInference { .. } | Method::SampleAttention { .. } => {
-                for (option, given) in [("sink", self.sink), ("window", self.window)] {
-                    if given.is_some() {
-                        return Err(TrainError::option(option, "is of decode methods; this one attends for prompts"));
-                    }
+        let Some((sink, window)) = self.method.defaults().near else {
+            for (option, given) in [("sink", self.sink), ("window", self.window)] {
+                if given.is_some() {
+                    return Err(TrainError::option(option, "is of decode methods; this one attends for prompts"));
                 }
-                return Ok(Far { sink: 0, window: 0, visible: shape.window });
             }
+            return Ok(Far { sink: 0, window: 0, visible: shape.window });
         };
-        let Some(most) = length.min(shape.window.unwrap_or(length)).checked_sub(2) else {
+        let visible = length.min(shape.window.unwrap_or(length));
+        let Some(most) = visible.checked_sub(2) else {
             return Err(TrainError::option("length", format!("{length} is not valid; it must be at least 2")));
         };
-        let sink = within("sink", self.sink.unwrap_or(sink.min(most)), 0, most)?;
-        let window = within("window", self.window.unwrap_or(window.max(1)), 1, most + 1 - sink)?;
+        let sink = within("sink", self.sink.unwrap_or(sink.of(length).min(most)), 0, most)?;
+        // What is not given fits what is.
+        let usual = window.of(length).min(visible / 2).clamp(1, most + 1 - sink);
+        let window = within("window", self.window.unwrap_or(usual), 1, most + 1 - sink)?;
         Ok(Far { sink, window, visible: shape.window })
     }
 

@@ -156,6 +156,29 @@ fn plan(method: Method) -> Plan {
     Plan { method, layers: None, queries: 40, sink, window, seed: 7, memory_bytes: 1, resume: false }
 }
 
+/// What is not given must be valid beside what is, whatever the model sees.
+#[test]
+fn defaults_leave_keys_to_learn_from_in_a_window_and_beside_what_is_given() {
+    let tokens = vec![5; 2 * 8192];
+    let corpus = Corpus::cut("x", &tokens, &[], CorpusSize { length: 8192, sequences: 2 }).unwrap();
+    for (method, _) in methods() {
+        if method.is_prefill() {
+            continue;
+        }
+        for window in [None, Some(4096), Some(2048), Some(100), Some(16)] {
+            let shape = AttentionShape { layers: 2, q_heads: 4, kv_heads: 2, head_dim: 16, window };
+            for sink in [None, Some(window.unwrap_or(8192) - 3)] {
+                let plan = Plan { sink, window: None, ..plan(method.clone()) };
+                let far = plan.check(&shape, &corpus).map(|checked| checked.far);
+                let far = far.unwrap_or_else(|error| panic!("{method:?}, {window:?}, {sink:?}: {error}"));
+                assert!(!far.range(8191).is_empty(), "{method:?}, {window:?}, {sink:?}: {far:?}");
+                let usual = if matches!(method, Method::KMeans { .. } | Method::Saap { .. }) { 2047 } else { 64 };
+                assert!(far.window >= usual || window < Some(4096) || sink.is_some(), "{method:?}: {far:?}");
+            }
+        }
+    }
+}
+
 /// Every trainer, and a request that reads what it makes.
 fn methods() -> [(Method, serde_json::Value); 7] {
     let clusters = Some(4);

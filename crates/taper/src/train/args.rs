@@ -4,6 +4,7 @@ use crate::args::{Layers, hidden, layers, positive, seed, share, whole};
 use crate::settings::ModelArgs;
 use clap::{Arg, Args, Subcommand};
 use std::path::PathBuf;
+use taper_eval::train::default_of;
 
 /// Settings of a model that training has no use for.
 pub(crate) const UNUSED: [&str; 8] =
@@ -28,15 +29,9 @@ Examples:
   taper serve --artifacts artefacts --attention '{\"decode\": {\"method\": \"saap\"}}'")]
 pub enum Train {
     /// The channels by which Double Sparsity ranks keys
-    #[command(
-        name = "double_sparsity",
-        mut_args(|arg| with_default(arg, &[
-            ("sink", "4, at most a sixteenth of --length"),
-            ("window", "64, at most a sixteenth of --length"),
-        ]))
-    )]
+    #[command(name = "double_sparsity", mut_args(|arg| with_default(arg, "double_sparsity")))]
     DoubleSparsity {
-        /// Channels of a KV head [default: a quarter of its width]
+        /// Channels of a KV head
         #[arg(long, value_name = "N", value_parser = whole)]
         channels: Option<usize>,
         #[command(flatten)]
@@ -45,15 +40,12 @@ pub enum Train {
         common: TrainCommon,
     },
     /// Clusters of keys
-    #[command(
-        name = "kmeans",
-        mut_args(|arg| with_default(arg, &[("sink", "1"), ("window", "2047, at most a quarter of --length")]))
-    )]
+    #[command(name = "kmeans", mut_args(|arg| with_default(arg, "kmeans")))]
     KMeans {
         /// Cluster keys after the rotary embedding
         #[arg(long)]
         rope: bool,
-        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
+        /// Clusters of a KV head
         #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
         #[command(flatten)]
@@ -62,18 +54,9 @@ pub enum Train {
         common: TrainCommon,
     },
     /// SAAP's clusters of keys and its classifier of queries
-    #[command(
-        name = "saap",
-        mut_args(|arg| with_default(arg, &[
-            ("sink", "1"),
-            ("window", "2047, at most a quarter of --length"),
-            ("hidden", "four times a head's"),
-            ("iterations", "1000"),
-            ("batch", "1000 queries"),
-        ]))
-    )]
+    #[command(name = "saap", mut_args(|arg| with_default(arg, "saap")))]
     Saap {
-        /// Clusters of a KV head [default: four times the root of --length, as a power of two]
+        /// Clusters of a KV head
         #[arg(long, value_name = "N", value_parser = whole)]
         clusters: Option<usize>,
         #[command(flatten)]
@@ -84,16 +67,7 @@ pub enum Train {
         common: TrainCommon,
     },
     /// HashAttention's maps from queries and keys to codes
-    #[command(
-        name = "hash_attention",
-        mut_args(|arg| with_default(arg, &[
-            ("sink", "128, at most a sixteenth of --length"),
-            ("window", "128, at most a sixteenth of --length"),
-            ("hidden", "128"),
-            ("iterations", "1500"),
-            ("batch", "64 rows"),
-        ]))
-    )]
+    #[command(name = "hash_attention", mut_args(|arg| with_default(arg, "hash_attention")))]
     HashAttention {
         #[command(flatten)]
         network: NetworkArgs,
@@ -103,9 +77,9 @@ pub enum Train {
         common: TrainCommon,
     },
     /// A pattern of MInference for every query head
-    #[command(name = "minference")]
+    #[command(name = "minference", mut_args(|arg| with_default(arg, "minference")))]
     MInference {
-        /// Keys that a row reads on average, whatever the pattern [default: an eighth of --length, at least 512]
+        /// Keys that a row reads on average, whatever the pattern
         #[arg(long, value_name = "N", value_parser = whole)]
         keys: Option<usize>,
         #[command(flatten, next_help_heading = COMMON)]
@@ -125,9 +99,9 @@ pub enum Train {
 /// What stands above the options of all methods in a method's help.
 const COMMON: &str = "Options of all methods";
 
-/// Says a method's own default of an option that others have too.
-fn with_default(arg: Arg, defaults: &[(&str, &str)]) -> Arg {
-    let Some((_, default)) = defaults.iter().find(|(id, _)| arg.get_id() == id) else { return arg };
+/// Says what a method takes where an option is not given.
+fn with_default(arg: Arg, method: &str) -> Arg {
+    let Some(default) = default_of(method, arg.get_id().as_str()) else { return arg };
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
     arg.help(format!("{help} [default: {default}]"))
 }
@@ -191,7 +165,7 @@ pub struct NetworkArgs {
     /// What a step of training learns from
     #[arg(long, value_name = "N", value_parser = whole)]
     pub batch: Option<usize>,
-    /// Learning rate at the start [default: 1e-3]
+    /// Learning rate at the start
     #[arg(long, value_name = "RATE", value_parser = share::<f64>)]
     pub learning_rate: Option<f64>,
 }
@@ -220,7 +194,18 @@ mod tests {
             let (head, common) = words.split_once(COMMON).unwrap();
             assert!(head.contains(line) && common.contains("--out <DIR>"), "{help}");
             // Every number of a method's own says what it is by default.
-            let numbers = ["sink", "window", "hidden", "iterations", "batch", "channels", "clusters", "keys", "cra"];
+            let numbers = [
+                "sink",
+                "window",
+                "hidden",
+                "iterations",
+                "batch",
+                "learning_rate",
+                "channels",
+                "clusters",
+                "keys",
+                "cra",
+            ];
             let options = train.find_subcommand(own).unwrap().get_arguments();
             for option in options.filter(|option| numbers.contains(&option.get_id().as_str())) {
                 let help = option.get_help().map(ToString::to_string).unwrap_or_default();
