@@ -79,7 +79,7 @@ impl Artefact {
     /// A new file `<folder>/<method>.safetensors`, or `.toml`, or with `resume` the one that is there.
     ///
     /// # Errors
-    /// A file that is there without `resume`, or that another model, text or setting made.
+    /// A file that is there without `resume`, or that another model, text or setting made; a folder that nothing can be written to.
     pub fn open(folder: &Path, origin: &Origin, resume: bool) -> Result<Self, TrainError> {
         let body = Body::of(origin.method);
         let path = folder.join(format!("{}.{}", origin.method, body.extension()));
@@ -105,7 +105,17 @@ impl Artefact {
             }
             Ok(bytes) => new.take_in(&bytes).map_err(|message| TrainError::file(&new.path, message))?,
         }
+        // Hours may lie between this and the first layer to be written.
+        let part = new.part();
+        std::fs::File::create(&part)
+            .and_then(|_| std::fs::remove_file(&part))
+            .map_err(|error| TrainError::file(&part, error))?;
         Ok(new)
+    }
+
+    /// What is written before it takes the file's place.
+    fn part(&self) -> PathBuf {
+        self.path.with_extension(format!("{}.part", self.body.extension()))
     }
 
     fn take_in(&mut self, bytes: &[u8]) -> Result<(), String> {
@@ -206,7 +216,7 @@ impl Artefact {
             }
             Body::Rows { array, before, rows } => write_rows(&header, array, before, rows).into_bytes(),
         };
-        let part = self.path.with_extension(format!("{}.part", self.body.extension()));
+        let part = self.part();
         let write = || {
             use std::io::Write;
             let mut file = std::fs::File::create(&part)?;
@@ -308,6 +318,17 @@ mod tests {
         assert!(error(2, true).contains(r#"seed "1", this run has "2""#));
         std::fs::write(folder.join("kmeans.safetensors"), "no").unwrap();
         assert!(error(1, true).contains("kmeans.safetensors: is no safetensors file"));
+    }
+
+    #[test]
+    fn a_folder_that_takes_no_file_is_known_before_anything_is_learned() {
+        let (folder, model) = (tempfile::tempdir().unwrap(), model());
+        Artefact::open(folder.path(), &origin(&model, 1), false).unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing stays behind");
+        // Who may write everywhere cannot write where a folder is.
+        std::fs::create_dir(folder.path().join("kmeans.safetensors.part")).unwrap();
+        let error = Artefact::open(folder.path(), &origin(&model, 1), false).unwrap_err().to_string();
+        assert!(error.contains("kmeans.safetensors.part: "), "{error}");
     }
 
     /// What was measured of a model whose scores are no numbers must not keep its file from being gone on with.
