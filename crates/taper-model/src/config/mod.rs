@@ -104,7 +104,8 @@ impl ModelConfig {
     /// a folder and a GGUF file of one model agree on.
     pub fn key(&self) -> ModelKey {
         let Self { layers, q_heads, kv_heads, head_dim, hidden_size, intermediate_size, vocab_size, .. } = self;
-        let theta = self.rope.theta;
+        // GGUF files round it to this.
+        let theta = self.rope.theta as f32;
         let sizes = [layers, q_heads, kv_heads, head_dim, hidden_size, intermediate_size, vocab_size];
         let mut text = sizes.map(ToString::to_string).join(" ") + &format!(" {theta}");
         if let Some((rule, factor)) = self.rope.stretch() {
@@ -149,6 +150,9 @@ mod tests {
         let divisors: Vec<f32> = ratios.map(|(plain, scaled)| plain / scaled).collect();
         assert_eq!(key(&with(RopeScaling::Divisors(divisors))), key(&scaled), "a GGUF file of the same model");
         assert_eq!(key(&with(RopeScaling::Divisors(vec![1.0; 64]))), key(&plain));
+        let based = |theta| key(&ModelConfig { rope: Rope { theta, ..plain.rope.clone() }, ..plain.clone() });
+        // llama-3-8b-instruct-gradient-1048k's.
+        assert_eq!(based(3_580_165_449.0), based(f64::from(3_580_165_449f32)), "a GGUF file of the same model");
         let linear = with(RopeScaling::Linear { factor: 8.0 });
         assert!(key(&linear) != key(&scaled) && key(&linear) != key(&with(RopeScaling::Linear { factor: 4.0 })));
     }
