@@ -4,8 +4,10 @@ use super::{Loading, ModelFiles, Progress, ResolvedModel, fetch_failed};
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::tokenizer;
+use crate::weights::{INDEX, SINGLE, indexed};
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Cache, Repo, RepoType};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
@@ -150,15 +152,10 @@ fn answering(spec: &str, wanted: &HubModel, hub: &Path, progress: Progress) -> R
 /// Fetches what a folder checkpoint needs. Whether it is a model that Taper can read is known before its weights are asked for.
 fn folder(spec: &str, hub: &Answering) -> Result<PathBuf, ModelError> {
     let listed = |file: &str| hub.files.iter().any(|f| f == file);
-    let mut weights: Vec<&String> = hub
-        .files
-        .iter()
-        .filter(|f| !f.contains('/') && f.starts_with("model") && f.ends_with(".safetensors"))
-        .collect();
-    if weights.is_empty() {
+    if !listed(SINGLE) && !listed(INDEX) {
         let ggufs: Vec<&str> = hub.files.iter().filter(|f| f.ends_with(".gguf")).map(String::as_str).collect();
         let reason = if ggufs.is_empty() {
-            "the repository holds neither model*.safetensors nor .gguf files".to_owned()
+            format!("the repository holds neither {SINGLE} nor {INDEX}, and no .gguf files")
         } else {
             format!("name one of its files as {spec}:FILE; it has {}", ggufs.join(", "))
         };
@@ -176,13 +173,12 @@ fn folder(spec: &str, hub: &Answering) -> Result<PathBuf, ModelError> {
             format!("the repository has no {}; --model takes a folder with all files as well", tokenizer::needed());
         return Err(fetch_failed(spec, reason));
     }
-    // A whole file beside its shards would be fetched twice over.
-    if listed("model.safetensors") {
-        weights.retain(|f| *f == "model.safetensors");
-    } else {
-        get(spec, hub, "model.safetensors.index.json")?;
-    }
-    for file in weights {
+    // A whole file beside its shards would be fetched twice over, and so would be copies of other formats beside these.
+    let weights = match listed(SINGLE) {
+        true => BTreeSet::from([SINGLE.to_owned()]),
+        false => indexed(&get(spec, hub, INDEX)?)?,
+    };
+    for file in &weights {
         get(spec, hub, file)?;
     }
     Ok(folder.to_owned())

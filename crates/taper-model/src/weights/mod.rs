@@ -9,6 +9,7 @@ mod safetensors;
 pub use digest::weights_digest;
 pub(crate) use embedding::{Embedding, FileRows};
 pub(crate) use random::Random;
+pub(crate) use safetensors::{INDEX, SINGLE, indexed};
 
 use crate::config::{LoadOptions, ModelConfig, WeightDType};
 use crate::error::ModelError;

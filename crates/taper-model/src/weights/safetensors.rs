@@ -14,8 +14,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use taper_kernels::linear::Linear;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// The output head's name. Who saves a tensor that has two names once may keep this one for the table of embeddings.
 const HEAD: &str = "lm_head.weight";
@@ -279,19 +279,28 @@ fn list(folder: &Path) -> Result<(PathBuf, BTreeSet<String>), ModelError> {
     if !index.exists() {
         return Err(ModelError::missing(folder, format!("{SINGLE} or {INDEX}")));
     }
-    let parsed: Index = crate::json::read(&index)?;
+    let names = indexed(&index)?;
+    match names.iter().find(|name| !folder.join(name).exists()) {
+        Some(name) => Err(ModelError::missing(&folder.join(name), "file")),
+        None => Ok((index, names)),
+    }
+}
+
+/// The files that an index names.
+///
+/// # Errors
+/// An index that cannot be read or names what is no file of its folder.
+pub(crate) fn indexed(index: &Path) -> Result<BTreeSet<String>, ModelError> {
+    let parsed: Index = crate::json::read(index)?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     for name in &names {
         // An index may not lead out of its folder, nor fill a message with a name that no file has.
         let plain = Path::new(name).file_name().is_some_and(|file| file == name.as_str());
         if !plain || name.len() > FILE_NAME_MAX || name.contains(char::is_control) {
-            return Err(ModelError::invalid(&index, "weight_map", format!("'{name}' is not a plain file name")));
-        }
-        if !folder.join(name).exists() {
-            return Err(ModelError::missing(&folder.join(name), "file"));
+            return Err(ModelError::invalid(index, "weight_map", format!("'{name}' is not a plain file name")));
         }
     }
-    Ok((index, names))
+    Ok(names)
 }
 
 /// Hugging Face's names.

@@ -185,6 +185,31 @@ fn a_folder_is_fetched_once_and_then_found_without_asking() {
 }
 
 #[test]
+fn of_weights_in_parts_those_are_fetched_that_the_index_names() {
+    let index =
+        r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "pytorch_model-00002-of-00002.safetensors"}}"#;
+    let files = [
+        ("config.json", CONFIG),
+        ("tokenizer.json", "{}"),
+        ("model.safetensors.index.json", index),
+        ("model-00001-of-00002.safetensors", "one"),
+        ("pytorch_model-00002-of-00002.safetensors", "two"),
+        ("model.fp8.safetensors", "the same in few bits"),
+    ];
+    let hub = LocalHub::start(&files);
+    let cache = tempfile::tempdir().unwrap();
+    let found = resolve("owner/tiny", &hub.wanted(None), cache.path(), Progress::Hidden).unwrap();
+    let ModelFiles::Folder(folder) = &found.files else { panic!("{found:?}") };
+    let there = files.map(|(file, _)| folder.join(file).exists());
+    assert_eq!(there, [true, true, true, true, true, false]);
+    // What the index names and nobody has is told.
+    let hub = LocalHub::start(&files[..4]);
+    let cache = tempfile::tempdir().unwrap();
+    let error = resolve("owner/tiny", &hub.wanted(None), cache.path(), Progress::Hidden).unwrap_err().to_string();
+    assert!(error.contains("pytorch_model-00002-of-00002.safetensors"), "{error}");
+}
+
+#[test]
 fn a_gguf_file_is_fetched_by_name_only() {
     let hub = LocalHub::start(&[("a.Q4_1.gguf", "GGUF"), ("a.Q8_0.gguf", "GGUF, longer")]);
     let cache = tempfile::tempdir().unwrap();
