@@ -309,6 +309,30 @@ fn a_table_that_is_the_head_too_may_have_the_heads_name() {
     assert!(error.contains("model.embed_tokens.weight is missing"), "{error}");
 }
 
+/// As adapters leave it behind that trained the head too: transformers 5 takes the head, whatever the configuration says.
+#[test]
+fn a_head_of_its_own_is_the_output_of_a_model_that_is_said_to_be_tied() {
+    let said = configured("llama2-gqa", |config| {
+        config.insert("tie_word_embeddings".into(), json!(true));
+    });
+    let (tokens, logits) = expected("llama2-gqa");
+    let own = logits_of(&load(&folder(said.path()), false), &tokens);
+    assert!(difference(&own, &logits) < TOLERANCE, "logits differ by {}", difference(&own, &logits));
+    // One that is the same, or cannot be the output, changes nothing.
+    let path = said.path().join("model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    tensors.remove("lm_head.weight");
+    let mut with = |head: Option<Tensor>| {
+        tensors.extend(head.map(|head| ("lm_head.weight".to_owned(), head)));
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        logits_of(&load(&folder(said.path()), false), &tokens)
+    };
+    let tied = with(None);
+    let table = candle_core::safetensors::load(golden().join("llama2-gqa/model.safetensors"), &Device::Cpu).unwrap();
+    let table = table["model.embed_tokens.weight"].clone();
+    assert!(tied != own && tied == with(Some(table.clone())) && tied == with(Some(table.narrow(0, 0, 60).unwrap())));
+}
+
 #[test]
 fn biases_that_the_configuration_does_not_tell_of_are_refused_unless_they_are_0() {
     let folder_of = |bias: f32| {

@@ -71,7 +71,7 @@ pub struct ModelConfig {
     pub context_length: usize,
     /// The model's own sliding window in tokens, the query's token included.
     pub sliding_window: Option<usize>,
-    /// Whether the output head is the embedding table.
+    /// Whether the output head is the embedding table, as far as the checkpoint has no other.
     pub tie_embeddings: bool,
     /// The tokens that end a generation.
     pub eos_tokens: Vec<u32>,

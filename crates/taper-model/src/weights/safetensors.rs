@@ -50,6 +50,8 @@ pub(super) struct Safetensors<'a> {
     config: &'a ModelConfig,
     options: LoadOptions,
     device: &'a Device,
+    /// Whether the output head is the embedding table.
+    tied: bool,
     /// The embedding table, where it is on the device.
     table: OnceCell<Tensor>,
 }
@@ -78,6 +80,12 @@ impl Files {
     /// A role's tensor by its name. A network saved without its head (LlamaModel, MistralModel) leaves out the prefix.
     fn get(&self, name: &str) -> Option<&Entry> {
         self.entries.get(name).or_else(|| self.entries.get(name.strip_prefix("model.")?))
+    }
+
+    /// Whether there is a head that could be the table of embeddings, and is not.
+    fn has_own_head(&self) -> bool {
+        let both = self.get(&name(Role::Embedding, 0)).zip(self.get(HEAD));
+        both.is_some_and(|(table, head)| table.shape == head.shape && self.bytes(table) != self.bytes(head))
     }
 
     /// Refuses biases, which the configuration would have to tell of, unless they are 0, as converters write them; warns of
@@ -156,8 +164,16 @@ impl<'a> Safetensors<'a> {
             return Err(ModelError::invalid(&folder.join("config.json"), "num_hidden_layers", reason));
         }
         files.check_unread()?;
+        let tied = config.tie_embeddings && !files.has_own_head();
+        if config.tie_embeddings && !tied {
+            tracing::warn!(
+                "{}: tie_word_embeddings is true, but {HEAD} is another tensor than the table of embeddings: it is the output, as in \
+                 transformers from version 5 on",
+                files.listing.display()
+            );
+        }
         let (options, table) = (options.clone(), OnceCell::new());
-        Ok(Self { files, config, options, device, table })
+        Ok(Self { files, config, options, device, tied, table })
     }
 
     /// A role's tensor, its shape and dtype checked.
@@ -167,7 +183,7 @@ impl<'a> Safetensors<'a> {
             Role::Head => "lm_head.weight, without which only a model with tie_word_embeddings = true has an output,",
             _ => name.as_str(),
         };
-        let shared = role == Role::Embedding && self.config.tie_embeddings;
+        let shared = role == Role::Embedding && self.tied;
         let entry = self.files.get(&name).or_else(|| self.files.get(HEAD).filter(|_| shared));
         let entry = entry.ok_or_else(|| ModelError::missing(&self.files.listing, missing()))?;
         let path = self.file(entry).path();
@@ -194,7 +210,7 @@ impl<'a> Safetensors<'a> {
 
     /// Whose tensor the output head is.
     fn head_role(&self) -> Role {
-        if self.config.tie_embeddings { Role::Embedding } else { Role::Head }
+        if self.tied { Role::Embedding } else { Role::Head }
     }
 
     /// A tensor as it is stored, on the device.
@@ -254,7 +270,7 @@ impl Weights for Safetensors<'_> {
         let dtype = match role {
             Role::Embedding if on_device => entry.dtype,
             Role::Embedding => return Ok(0),
-            Role::Head if on_device && self.config.tie_embeddings && entry.dtype == self.weight_dtype() => {
+            Role::Head if on_device && self.tied && entry.dtype == self.weight_dtype() => {
                 return Ok(0);
             }
             role if role.is_norm() => DType::F32,
