@@ -269,17 +269,23 @@ impl Engine {
         if prompt.saturating_add(wanted) > context_tokens {
             return Err(SubmitError::Context { prompt, wanted, limit: context_tokens });
         }
-        // Choices share the prompt's whole blocks, but a request must not depend on how many those are.
         let choices = request.choices;
-        if prompt + wanted > self.room(0, choices) {
-            let whole = |tokens: usize| tokens.next_multiple_of(BLOCK_TOKENS);
+        // The prompt's whole blocks are shared, as `schedule::wanted` has it.
+        let shared = prompt / BLOCK_TOKENS;
+        let needed = |choices: usize, tokens: usize| {
+            let own = (prompt + tokens).div_ceil(BLOCK_TOKENS) - shared;
+            own.saturating_mul(choices).saturating_add(shared).saturating_mul(BLOCK_TOKENS)
+        };
+        let limit = cache_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
+        if needed(choices, wanted) > limit {
             return Err(SubmitError::Cache {
                 prompt,
                 wanted,
                 choices,
-                needed: whole(prompt + wanted).saturating_mul(choices),
-                least: whole(prompt + wanted.min(1)),
-                limit: cache_tokens / BLOCK_TOKENS * BLOCK_TOKENS,
+                needed: needed(choices, wanted),
+                least: needed(1, wanted.min(1)),
+                fewest: needed(choices, wanted.min(1)),
+                limit,
                 offloaded: offloaded_tokens,
             });
         }
@@ -289,11 +295,13 @@ impl Engine {
         }
     }
 
-    /// The most tokens that each of `choices` answers to a prompt can have.
+    /// The most tokens that each of `choices` answers to a prompt can have. They share the prompt's whole blocks, so that a
+    /// longer prompt may leave several answers more.
     pub fn room(&self, prompt: usize, choices: usize) -> usize {
         let Limits { context_tokens, cache_tokens, .. } = self.limits;
-        let each = cache_tokens / BLOCK_TOKENS / choices.max(1) * BLOCK_TOKENS;
-        context_tokens.min(each).saturating_sub(prompt)
+        let shared = prompt / BLOCK_TOKENS;
+        let each = (cache_tokens / BLOCK_TOKENS).saturating_sub(shared) / choices.max(1);
+        context_tokens.min((shared + each) * BLOCK_TOKENS).saturating_sub(prompt)
     }
 
     /// From now on new requests are refused; those taken still finish.

@@ -240,8 +240,11 @@ pub enum SubmitError {
     },
     /// Prompt and answers do not fit the KV cache even when it is empty.
     #[error(
-        "the KV cache holds {limit} tokens{}; the request needs {needed}, in blocks of 64, for a prompt of {prompt}, an \
-         answer of {wanted}, and that {choices} times", of_them_offloaded(*.offloaded)
+        "the KV cache holds {limit} tokens{}; the request needs {needed}, in blocks of 64, for a prompt of {prompt} and {} of \
+         {wanted}", of_them_offloaded(*.offloaded), match choices {
+            1 => "an answer".to_owned(),
+            choices => format!("{choices} answers"),
+        }
     )]
     Cache {
         /// Tokens of the prompt.
@@ -250,10 +253,12 @@ pub enum SubmitError {
         wanted: usize,
         /// Answers wanted.
         choices: usize,
-        /// Tokens needed, each answer with its prompt in whole blocks.
+        /// Tokens needed, in whole blocks; answers share the prompt's.
         needed: usize,
-        /// Tokens that one answer of one token would need.
+        /// Those that one answer of one token would need.
         least: usize,
+        /// Those that as many answers as are wanted would need, of one token each.
+        fewest: usize,
         /// Tokens that the cache holds.
         limit: usize,
         /// Those of them that a file holds, or the host beside a device.

@@ -239,8 +239,8 @@ fn a_request_that_can_never_fit_names_the_limit() {
     r.choices = 3;
     assert_eq!(
         refused(r).to_string(),
-        "the KV cache holds 1024 tokens; the request needs 1344, in blocks of 64, for a prompt of 2, an answer of 398, \
-         and that 3 times"
+        "the KV cache holds 1024 tokens; the request needs 1344, in blocks of 64, for a prompt of 2 and 3 answers of \
+         398"
     );
     let mut backend = StubBackend::new("x");
     backend.limits.offloaded_tokens = 512;
@@ -467,6 +467,43 @@ fn short_prompts_do_not_wait_for_a_long_one() {
         let prefilled = probe.prefilled.lock().unwrap();
         assert_eq!((prefilled.len(), prefilled.last()), (9, Some(&16_384)), "{prefilled:?}");
     }
+}
+
+#[test]
+fn answers_to_a_prompt_need_room_for_what_they_do_not_share() {
+    let script = "0123456789".repeat(30);
+    let limits = Limits { cache_tokens: 8 * 64, ..StubBackend::new("x").limits };
+    let stub = || StubBackend { limits, ..StubBackend::new(&script) };
+    let engine = stub().engine(EngineConfig::default());
+    let asks = |prompt: usize, choices: usize, tokens: usize| {
+        let mut request = request(&"p".repeat(prompt));
+        (request.choices, request.stop.max_tokens, request.stop.ignore_eos) = (choices, Some(tokens), true);
+        request
+    };
+    for choices in [1, 2, 3, 5] {
+        for prompt in [1, 63, 64, 65, 127, 128, 250, 256, 300, 400, 447, 448, 511] {
+            let room = engine.room(prompt, choices);
+            assert!(engine.submit(asks(prompt, choices, room + 1)).is_err(), "{prompt} {choices} {room}");
+            // Nobody reads it, so it ends; two blocks more are none's.
+            let taken = room == 0 || engine.submit(asks(prompt, choices, room)).is_ok();
+            assert!(taken, "{prompt} {choices} {room}");
+        }
+    }
+    // Three whole blocks once, and of each answer what begins with the fourth: up to the last token in all of the cache.
+    assert_eq!(engine.room(250, 2), 6 + 64);
+    for chunk_tokens in [512, 5] {
+        let engine = stub().engine(EngineConfig { chunk_tokens, ..EngineConfig::default() });
+        let two = collect(engine.submit(asks(250, 2, 70)).unwrap());
+        assert_eq!(two.texts, [&script[..70], &script[..70]]);
+        // As many as there are rows beside them, some of whom lose their places.
+        let events = engine.submit_all(vec![asks(250, 2, 70), asks(129, 3, 90), asks(100, 4, 20), asks(63, 4, 65)]);
+        for events in events.unwrap() {
+            assert!(matches!(collect(events).end, Some(Ok(_))));
+        }
+    }
+    let error = engine.submit(asks(250, 6, 6)).unwrap_err();
+    let SubmitError::Cache { needed, least, fewest, limit, .. } = error else { panic!("{error}") };
+    assert_eq!((needed, least, fewest, limit), (9 * 64, 4 * 64, 9 * 64, 8 * 64));
 }
 
 #[test]

@@ -37,7 +37,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     }
     let (shape, grammar_field) = wanted.unzip();
     let tokens = conversation.tokens(text)?;
-    common.default_length(app, app.config.max_tokens, tokens.len());
+    common.default_length(app, app.config.max_tokens, [tokens.len()]);
     let question_tokens = attention::question(&attention, tokens.len(), || conversation.question(text, &tokens))?;
     Ok(Call {
         kind: Kind::Chat,

@@ -32,7 +32,7 @@ pub(crate) fn parse(app: &App, map: &Map<String, Value>) -> Result<Call, ApiErro
     let mut prompts = read_prompts(app, prompts, &reading)?;
     // As in vLLM, where the model's own length may be less than a completion's, and not more.
     let default = app.config.max_tokens.map_or(DEFAULT_TOKENS, |own| own.min(DEFAULT_TOKENS));
-    common.default_length(app, Some(default), prompts.iter().map(|p| p.tokens.len()).max().unwrap_or(0));
+    common.default_length(app, Some(default), prompts.iter().map(|p| p.tokens.len()));
     let presets = app.config.live.presets();
     for prompt in &mut prompts {
         prompt.question_tokens = attention::plain_question(&attention, &presets, map, prompt.tokens.len())?;

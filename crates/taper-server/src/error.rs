@@ -106,9 +106,7 @@ pub(crate) fn refused(error: &SubmitError, prompt: &str, count: &str, max_tokens
         SubmitError::Context { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         // The first of prompt, n and length that is too much even with the least of what follows it.
         SubmitError::Cache { least, limit, .. } if least > limit => ApiError::invalid(prompt, message),
-        SubmitError::Cache { least, choices, limit, .. } if least.saturating_mul(*choices) > *limit => {
-            ApiError::invalid(count, message)
-        }
+        SubmitError::Cache { fewest, limit, .. } if fewest > limit => ApiError::invalid(count, message),
         SubmitError::Cache { .. } => ApiError::invalid(max_tokens.unwrap_or(prompt), message),
         SubmitError::Busy { .. } | SubmitError::Draining | SubmitError::Dead => {
             let retry_after =

@@ -55,10 +55,15 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// Sets the length where the request names none. A default never makes a request too long.
-    pub(crate) fn default_length(&mut self, app: &App, default: Option<usize>, longest_prompt: usize) {
+    /// Sets the length where the request names none. A default never makes a request of prompts of these lengths too long.
+    pub(crate) fn default_length(
+        &mut self,
+        app: &App,
+        default: Option<usize>,
+        prompts: impl IntoIterator<Item = usize>,
+    ) {
         if let (None, Some(most)) = (self.stop.max_tokens, default) {
-            let room = app.engine.room(longest_prompt, self.choices);
+            let room = prompts.into_iter().map(|prompt| app.engine.room(prompt, self.choices)).min().unwrap_or(0);
             self.stop.max_tokens = Some(most.max(self.stop.min_tokens).min(room.max(1)));
         }
     }
