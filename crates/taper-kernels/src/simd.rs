@@ -72,6 +72,7 @@ pub trait Simd: Copy {
     unsafe fn sub(self, o: Self) -> Self;
     unsafe fn mul(self, o: Self) -> Self;
     unsafe fn max(self, o: Self) -> Self;
+    unsafe fn abs(self) -> Self;
     /// `self * 2^n` where `x` is not below `limit`, else 0, whatever `self` and `n`; `n` is whole and in [-126, 127].
     unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self;
     /// `self + x` where `x` is not below `limit`, else `self`.
@@ -80,6 +81,8 @@ pub trait Simd: Copy {
     unsafe fn not_below(self, limit: Self) -> u32;
     /// Stores the lanes of which `lanes` has the bit side by side at `p`, where there is room for all of a vector.
     unsafe fn compress(self, lanes: u32, p: *mut f32);
+    /// Stores the lowest byte of each lane, side by side.
+    unsafe fn store_bytes(self, p: *mut u8);
     unsafe fn sum(self) -> f32;
     /// The sum of each of four vectors.
     unsafe fn sum4(x: [Self; 4]) -> [f32; 4];
@@ -190,6 +193,10 @@ impl Simd for Portable8 {
         self.zip(o, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        Self(self.0.map(f32::abs))
+    }
+    #[inline(always)]
     unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self {
         let scaled = self.zip(n, |a, n| a * f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23));
         scaled.from(x, limit)
@@ -211,6 +218,10 @@ impl Simd for Portable8 {
         }
     }
     #[inline(always)]
+    unsafe fn store_bytes(self, p: *mut u8) {
+        unsafe { p.cast::<[u8; 8]>().write(self.0.map(|x| x.to_bits() as u8)) };
+    }
+    #[inline(always)]
     unsafe fn sum(self) -> f32 {
         let [a, b, c, d, e, f, g, h] = self.0;
         ((a + e) + (c + g)) + ((b + f) + (d + h))
@@ -230,7 +241,7 @@ impl Simd for Portable8 {
 macro_rules! simd_x86 {
     ($type:ty, $lanes:literal, $registers:literal, $splat:ident, $load:ident, $store:ident, $f16:expr, $bf16:expr,
      $fma:ident, $add:ident,
-     $sub:ident, $mul:ident, $max:ident, $power:expr, $add_from:expr, $not_below:expr, $compress:expr, $sum:expr, $sum4:expr,
+     $sub:ident, $mul:ident, $max:ident, $abs:expr, $power:expr, $add_from:expr, $not_below:expr, $compress:expr, $store_bytes:expr, $sum:expr, $sum4:expr,
      $max_lane:expr) => {
         impl Simd for $type {
             const LANES: usize = $lanes;
@@ -276,6 +287,10 @@ macro_rules! simd_x86 {
                 unsafe { $max(self, o) }
             }
             #[inline(always)]
+            unsafe fn abs(self) -> Self {
+                unsafe { $abs(self) }
+            }
+            #[inline(always)]
             unsafe fn power(self, n: Self, x: Self, limit: Self) -> Self {
                 unsafe { $power(self, n, x, limit) }
             }
@@ -290,6 +305,10 @@ macro_rules! simd_x86 {
             #[inline(always)]
             unsafe fn compress(self, lanes: u32, p: *mut f32) {
                 unsafe { $compress(self, lanes, p) }
+            }
+            #[inline(always)]
+            unsafe fn store_bytes(self, p: *mut u8) {
+                unsafe { $store_bytes(self, p) }
             }
             #[inline(always)]
             unsafe fn sum(self) -> f32 {
@@ -339,6 +358,7 @@ simd_x86!(
     _mm256_sub_ps,
     _mm256_mul_ps,
     _mm256_max_ps,
+    |x| _mm256_andnot_ps(_mm256_set1_ps(-0.0), x),
     |y, n, x, limit| {
         let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
         _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(x, limit), _mm256_mul_ps(y, _mm256_castsi256_ps(power)))
@@ -348,6 +368,11 @@ simd_x86!(
     |x, lanes: u32, p| {
         let places = _mm_loadl_epi64(COMPRESSED.as_ptr().add(lanes as usize).cast());
         _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, _mm256_cvtepu8_epi32(places)))
+    },
+    |x, p: *mut u8| {
+        let x = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(255));
+        let x = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+        _mm_storel_epi64(p.cast(), _mm_packus_epi16(x, x))
     },
     |x| {
         let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
@@ -377,10 +402,12 @@ simd_x86!(
     _mm512_sub_ps,
     _mm512_mul_ps,
     _mm512_max_ps,
+    |x| _mm512_abs_ps(x),
     |y, n, x, limit| _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, n),
     |y, x, limit| _mm512_mask_add_ps(y, _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit), y, x),
     |x, limit| u32::from(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, limit)),
     |x, lanes: u32, p| _mm512_storeu_ps(p, _mm512_maskz_compress_ps(lanes as u16, x)),
+    |x, p: *mut u8| _mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_castps_si512(x))),
     |x| _mm512_reduce_add_ps(x),
     sum4_avx512,
     |x| _mm512_reduce_max_ps(x)
@@ -403,20 +430,17 @@ unsafe fn sum4_avx2([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 unsafe fn sum4_avx512([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
-    // Written out: what `map` is given is not always compiled for the instruction set.
-    unsafe { sum4_avx2([halves_avx512(a), halves_avx512(b), halves_avx512(c), halves_avx512(d)]) }
-}
-
-/// The sums of a lane of the lower half and its like of the upper half.
-///
-/// # Safety
-/// AVX-512 F exists.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-unsafe fn halves_avx512(x: __m512) -> __m256 {
     unsafe {
+        // Quarters of a vector hold two lanes' sums of a and b in turn, of c and d, then one lane's of each of the four.
+        let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+        let x =
+            _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
         let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x)));
-        _mm256_add_ps(_mm512_castps512_ps256(x), high)
+        let x = _mm256_add_ps(_mm512_castps512_ps256(x), high);
+        let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        std::mem::transmute::<__m128, [f32; 4]>(x)
     }
 }
 

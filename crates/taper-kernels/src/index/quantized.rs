@@ -251,9 +251,10 @@ impl Queries {
                 }
             }
         }
-        for (weight, four) in self.weights.iter_mut().zip(self.products.chunks_exact(4)) {
-            let byte = |c: usize| four[c].to_bits() as u8;
-            *weight = u32::from_le_bytes([byte(0), byte(2), byte(1), byte(3)]);
+        // Bytes in the order of channels so far.
+        for weight in &mut self.weights {
+            let four = u32::from_le(*weight);
+            *weight = four & 0xff00_00ff | four >> 8 & 0xff00 | four << 8 & 0x00ff_0000;
         }
     }
 
@@ -268,6 +269,7 @@ impl Queries {
         let most = (i16::MAX as usize / (6 * 4 * self.words)).min(127) as f32;
         let span = first * channels..(first + N) * channels;
         let (q, products) = (self.q[span.clone()].as_ptr(), self.products[span].as_mut_ptr());
+        let weights = self.weights[4 * first * self.words..].as_mut_ptr().cast::<u8>();
         // SAFETY: the spans have the channels of `N` queries, of which there are whole vectors.
         unsafe {
             let (mut sums, mut largest) = ([V::splat(0.0); N], [V::splat(f32::MIN_POSITIVE); N]);
@@ -277,20 +279,20 @@ impl Queries {
                     let q = V::load(q.add(g * channels + c));
                     sums[g] = q.mul_add(base, sums[g]);
                     let product = q.mul(step);
-                    largest[g] = largest[g].max(product).max(V::splat(0.0).sub(product));
+                    largest[g] = largest[g].max(product.abs());
                     product.store(products.add(g * channels + c));
                 }
             }
-            let mut parts = largest;
+            let (mut parts, sums) = (largest, V::sum4([sums[0], sums[1 % N], sums[2 % N], sums[3 % N]]));
             for ((end, part), sum) in self.ends[first..first + N].iter_mut().zip(&mut parts).zip(sums) {
-                let unit = part.max_lane() / most;
-                *part = V::splat(1.0 / unit);
-                *end = (sum.sum(), unit);
+                let largest = part.max_lane();
+                *part = V::splat(most / largest);
+                *end = (sum, largest / most);
             }
             for c in (0..channels).step_by(V::LANES) {
                 for (g, part) in parts.iter().enumerate() {
-                    let at = products.add(g * channels + c);
-                    V::load(at).mul_add(*part, V::splat(WHOLE)).store(at);
+                    let (product, to) = (V::load(products.add(g * channels + c)), weights.add(g * channels + c));
+                    product.mul_add(*part, V::splat(WHOLE)).store_bytes(to);
                 }
             }
         }
