@@ -135,6 +135,23 @@ fn half_precision_weights_stay_close() {
     }
 }
 
+/// Whose defaults are transformers' own classes'.
+#[test]
+fn what_a_configuration_leaves_out_is_as_its_family_has_it() {
+    let read = |model: &str, change: &dyn Fn(&mut Map<String, Value>, &str)| {
+        let changed = configured(model, |config| {
+            config.extend([("num_attention_heads", 16), ("hidden_size", 64)].map(|(k, v)| (k.to_owned(), v.into())));
+            ["num_key_value_heads", "sliding_window", "head_dim"].iter().for_each(|field| change(config, field));
+        });
+        let config = ModelConfig::read(&folder(changed.path())).unwrap();
+        (config.kv_heads, config.sliding_window)
+    };
+    for (model, absent) in [("mistral-v0.1", (8, Some(4096))), ("llama1", (16, None))] {
+        assert_eq!(read(model, &|config, field| drop(config.remove(field))), absent, "{model}");
+        assert_eq!(read(model, &|config, field| drop(config.insert(field.into(), Value::Null))), (16, None), "{model}");
+    }
+}
+
 #[test]
 fn configurations_say_what_attention_and_generation_need() {
     let config = ModelConfig::read(&checkpoint("mistral-v0.1")).unwrap();

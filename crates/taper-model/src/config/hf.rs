@@ -26,6 +26,9 @@ const NAMES: FieldNames = FieldNames {
 /// The window that Mistral's configuration has where the field is absent; v0.2 and later write null.
 const MISTRAL_WINDOW: usize = 4096;
 
+/// The key and value heads that it has where the field is absent; null are as many as there are query heads.
+const MISTRAL_KV_HEADS: usize = 8;
+
 #[derive(Deserialize)]
 struct RawConfig {
     #[serde(default)]
@@ -37,8 +40,9 @@ struct RawConfig {
     intermediate_size: usize,
     num_hidden_layers: usize,
     num_attention_heads: usize,
-    #[serde(default)]
-    num_key_value_heads: Option<usize>,
+    /// Absent and null differ: see `MISTRAL_KV_HEADS`.
+    #[serde(default, deserialize_with = "present")]
+    num_key_value_heads: Option<Option<usize>>,
     #[serde(default)]
     head_dim: Option<usize>,
     rms_norm_eps: f64,
@@ -144,7 +148,10 @@ pub(super) fn read(folder: &Path, name: &str) -> Result<ModelConfig, ModelError>
     let architecture = architecture(&path, &raw)?;
     refuse_unsupported(&path, &raw)?;
 
-    let kv_heads = raw.num_key_value_heads.unwrap_or(raw.num_attention_heads);
+    let kv_heads = match (raw.num_key_value_heads, &architecture) {
+        (None, Architecture::Mistral) => MISTRAL_KV_HEADS,
+        (given, _) => given.flatten().unwrap_or(raw.num_attention_heads),
+    };
     let head_dim = match raw.head_dim {
         Some(head_dim) => head_dim,
         None if raw.num_attention_heads > 0 && raw.hidden_size.is_multiple_of(raw.num_attention_heads) => {
