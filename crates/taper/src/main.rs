@@ -1,5 +1,6 @@
 //! The `taper` program: serve, config, health, chat, generate, eval, bench, train, methods.
 
+mod allocator;
 mod args;
 mod bench;
 mod chat;
@@ -19,7 +20,6 @@ mod train;
 
 use args::{Bench, BenchArgs, Cli, Command, ConfigArgs, ConfigCommand, Eval, EvalArgs};
 use clap::Parser;
-use mimalloc::MiMalloc;
 use settings::LogFormat;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -27,10 +27,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use tracing_subscriber::EnvFilter;
 use train::TrainArgs;
 
-/// A layer's scores are megabytes that come and go with every token: the system's allocator would give them back and clear
-/// new ones each time.
 #[global_allocator]
-static ALLOCATOR: MiMalloc = MiMalloc;
+static ALLOCATOR: allocator::Allocator = allocator::Allocator;
 
 /// Whether all that is written is a line of JSON, be it the last.
 static JSON: AtomicBool = AtomicBool::new(false);
