@@ -16,7 +16,7 @@ pub enum Linear {
     Panels(Arc<Panels>),
     /// A float weight on another device, `[out, in]`; activations must have its dtype.
     Dense(Tensor),
-    /// A Q4_0, Q4_1 or Q8_0 weight on the CPU, rearranged for this project's kernel.
+    /// A weight on the CPU of a type that [`Packed`] has, rearranged for this project's kernel.
     Packed(Arc<Packed>),
     /// A quantised weight of another type, multiplied by candle.
     Quantized(QMatMul),

@@ -1,25 +1,36 @@
 //! A panel by the products of bytes that AVX-512 has (VNNI): four products are added to a lane at a time.
 
-use super::{BLOCK, Bits, ROWS, Tile};
+use super::form::Form;
+use super::{BLOCK, ROWS, Tile};
 use core::arch::x86_64::*;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 /// 1, 2, 4 or 8 tokens.
 ///
 /// # Safety
 /// The instructions exist, F16C and FMA as well.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-pub unsafe fn tile(bits: Bits, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
+pub unsafe fn tile(form: Form, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
+    /// A kernel for as many tokens.
+    macro_rules! for_tokens {
+        ($kernel:ident $(, $n:literal)*) => {
+            match out.len() {
+                8 => $kernel::<8 $(, $n)*>(tile, out),
+                4 => $kernel::<4 $(, $n)*>(tile, out),
+                2 => $kernel::<2 $(, $n)*>(tile, out),
+                _ => $kernel::<1 $(, $n)*>(tile, out),
+            }
+        };
+    }
     unsafe {
-        match (bits, out.len()) {
-            (Bits::Four, 8) => four::<8>(tile, out),
-            (Bits::Four, 4) => four::<4>(tile, out),
-            (Bits::Four, 2) => four::<2>(tile, out),
-            (Bits::Four, _) => four::<1>(tile, out),
-            (Bits::Eight, 8) => eight::<8>(tile, out),
-            (Bits::Eight, 4) => eight::<4>(tile, out),
-            (Bits::Eight, 2) => eight::<2>(tile, out),
-            (Bits::Eight, _) => eight::<1>(tile, out),
+        match form {
+            Form::FOUR => for_tokens!(few, 4, 1),
+            Form::FIVE => for_tokens!(few, 5, 1),
+            Form::FOUR_K => for_tokens!(few, 4, 8),
+            Form::FIVE_K => for_tokens!(few, 5, 8),
+            Form::SIX_K => for_tokens!(few, 6, 8),
+            _ => for_tokens!(eight),
         }
     }
 }
@@ -30,12 +41,21 @@ unsafe fn halves(p: *const u8) -> __m512 {
     unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
 }
 
-/// Adds the products of weights, `q[j]` four of every row, with the activations `x` of `T` tokens, 32 each.
+/// What a row each has of a byte, of which it is said whether it has a sign.
+#[inline(always)]
+unsafe fn bytes(p: *const u8, signed: bool) -> __m512 {
+    unsafe {
+        let bytes = _mm_loadu_si128(p.cast());
+        _mm512_cvtepi32_ps(if signed { _mm512_cvtepi8_epi32(bytes) } else { _mm512_cvtepu8_epi32(bytes) })
+    }
+}
+
+/// Adds the products of weights, four of every row in each of the vectors `range`, with the activations `x` of `T` tokens, 32 each.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], x: *const i8) {
+unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], range: Range<usize>, x: *const i8) {
     unsafe {
-        for j in 0..8 {
+        for j in range {
             for t in 0..T {
                 let four = x.add(t * BLOCK + 4 * j).cast::<i32>().read_unaligned();
                 dots[t] = _mm512_dpbusd_epi32(dots[t], q[j], _mm512_set1_epi32(four));
@@ -51,29 +71,81 @@ unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [MaybeUninit<[f32; R
     }
 }
 
+/// A block's weights of fewer than eight bits.
 #[inline(always)]
-unsafe fn four<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]) {
+unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m512i; 8] {
     unsafe {
+        let vector = |j: usize| _mm512_loadu_si512(w.add(4 * j * ROWS).cast());
         let low = _mm512_set1_epi8(15);
+        let mut q = [_mm512_setzero_si512(); 8];
+        for j in 0..4 {
+            let pair = vector(j);
+            q[j] = _mm512_and_si512(pair, low);
+            q[j + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(pair), low);
+        }
+        let high = BITS - 4;
+        let beyond = _mm512_set1_epi8(((1 << high) - 1) << 4);
+        for j in 0..8 * high.min(1) {
+            let (bits, bit) = (vector(4 + high * j / 8), high * j % 8);
+            // The count is known when the loop is unrolled.
+            let bits = if bit < 4 {
+                _mm512_sll_epi16(bits, _mm_cvtsi32_si128(4 - bit as i32))
+            } else {
+                _mm512_srl_epi16(bits, _mm_cvtsi32_si128(bit as i32 - 4))
+            };
+            q[j] = _mm512_or_si512(q[j], _mm512_and_si512(bits, beyond));
+        }
+        q
+    }
+}
+
+/// Of fewer than eight bits, in stretches of `BLOCKS`.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
+unsafe fn few<const T: usize, const BITS: usize, const BLOCKS: usize>(
+    tile: &Tile,
+    out: &mut [MaybeUninit<[f32; ROWS]>],
+) {
+    let form = const { Form { bits: BITS, blocks: BLOCKS } };
+    unsafe {
         let mut acc = [_mm512_setzero_ps(); T];
-        for block in 0..tile.blocks {
-            let w = tile.weights.as_ptr().add(block * Bits::Four.block());
-            let (d, m) = (halves(w), halves(w.add(2 * ROWS)));
-            let w = w.add(Bits::Four.scales());
-            let mut q = [_mm512_setzero_si512(); 8];
-            for j in 0..4 {
-                let pair = _mm512_loadu_si512(w.add(4 * j * ROWS).cast());
-                q[j] = _mm512_and_si512(pair, low);
-                q[j + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(pair), low);
-            }
-            let mut dots = [_mm512_setzero_si512(); T];
-            let at = tile.x.at(tile.token, block);
-            add(&mut dots, &q, tile.x.q.as_ptr().add(at * BLOCK));
-            let (scale, sum) = (tile.x.scale.as_ptr().add(at), tile.x.sum.as_ptr().add(at));
-            for t in 0..T {
-                let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
-                acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
-                acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(*sum.add(t)), acc[t]);
+        for stretch in 0..tile.blocks / BLOCKS {
+            let w = tile.weights.as_ptr().add(stretch * form.size());
+            for block in 0..BLOCKS {
+                let (mut a, mut b) = (halves(w), halves(w.add(if form.by_halves() { 0 } else { 2 * ROWS })));
+                if BLOCKS > 1 {
+                    let scales = w.add(form.scales_at(block));
+                    a = _mm512_mul_ps(a, bytes(scales, form.by_halves()));
+                    b = _mm512_mul_ps(b, bytes(scales.add(ROWS), form.by_halves()));
+                }
+                let q = unpack::<BITS>(w.add(form.weights_at(block)));
+                let at = tile.x.at(tile.token, stretch * BLOCKS + block);
+                let x = tile.x.q.as_ptr().add(at * BLOCK);
+                let (scale, sum) = (tile.x.scale.as_ptr().add(at), tile.x.sum.as_ptr().add(at));
+                if form.by_halves() {
+                    for half in 0..2 {
+                        let d = if half == 0 { a } else { b };
+                        let mut dots = [_mm512_setzero_si512(); T];
+                        for t in 0..T {
+                            // 32 are taken off each weight.
+                            let total = (*tile.x.totals.as_ptr().add(at + t))[half];
+                            dots[t] = _mm512_set1_epi32(-32 * total);
+                        }
+                        add(&mut dots, &q, 4 * half..4 * half + 4, x);
+                        for t in 0..T {
+                            let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
+                            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
+                        }
+                    }
+                } else {
+                    let mut dots = [_mm512_setzero_si512(); T];
+                    add(&mut dots, &q, 0..8, x);
+                    for t in 0..T {
+                        let scale = _mm512_mul_ps(a, _mm512_set1_ps(*scale.add(t)));
+                        acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
+                        acc[t] = _mm512_fmadd_ps(b, _mm512_set1_ps(*sum.add(t)), acc[t]);
+                    }
+                }
             }
         }
         store(acc, out);
@@ -87,9 +159,9 @@ unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>
         let sign = _mm512_set1_epi8(-128);
         let mut acc = [_mm512_setzero_ps(); T];
         for block in 0..tile.blocks {
-            let w = tile.weights.as_ptr().add(block * Bits::Eight.block());
+            let w = tile.weights.as_ptr().add(block * Form::EIGHT.size());
             let d = halves(w);
-            let w = w.add(Bits::Eight.scales());
+            let w = w.add(Form::EIGHT.weights_at(0));
             // The first factor has no sign: 128 are added to it, and taken off again by where the sums start.
             let mut q = [_mm512_setzero_si512(); 8];
             for j in 0..8 {
@@ -97,11 +169,12 @@ unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>
             }
             let mut dots = [_mm512_setzero_si512(); T];
             let at = tile.x.at(tile.token, block);
-            let (scale, total) = (tile.x.scale.as_ptr().add(at), tile.x.total.as_ptr().add(at));
+            let (scale, totals) = (tile.x.scale.as_ptr().add(at), tile.x.totals.as_ptr().add(at));
             for t in 0..T {
-                dots[t] = _mm512_slli_epi32::<7>(_mm512_set1_epi32(-*total.add(t)));
+                let [first, second] = *totals.add(t);
+                dots[t] = _mm512_set1_epi32(-128 * (first + second));
             }
-            add(&mut dots, &q, tile.x.q.as_ptr().add(at * BLOCK));
+            add(&mut dots, &q, 0..8, tile.x.q.as_ptr().add(at * BLOCK));
             for t in 0..T {
                 let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
                 acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);

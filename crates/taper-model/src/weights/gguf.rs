@@ -14,6 +14,7 @@ use std::cell::OnceCell;
 use std::path::Path;
 use std::sync::Arc;
 use taper_kernels::linear::Linear;
+use taper_kernels::packed::block_bytes;
 
 /// An opened file with what its tensors must agree with.
 pub(super) struct GgufWeights<'a> {
@@ -146,14 +147,10 @@ impl<'a> GgufWeights<'a> {
         Ok(Linear::dense(weight.to_dtype(dtype)?)?)
     }
 
-    /// What a tensor that stays quantised takes: on the CPU a block of Q4_0 has an offset beside its scale, as one of Q4_1 has.
+    /// What a tensor that stays quantised takes: on the CPU as it is packed.
     fn quantised_bytes(&self, tensor: &TensorInfo) -> usize {
-        match tensor.dtype {
-            GgmlDType::Q4_0 if self.device.is_cpu() => {
-                tensor.range.len() / GgmlDType::Q4_0.type_size() * GgmlDType::Q4_1.type_size()
-            }
-            _ => tensor.range.len(),
-        }
+        let packed = block_bytes(tensor.dtype).filter(|_| self.device.is_cpu());
+        packed.map_or(tensor.range.len(), |block| tensor.range.len() / tensor.dtype.type_size() * block)
     }
 
     /// Whose tensor the output head is.
