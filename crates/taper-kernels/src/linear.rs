@@ -4,7 +4,7 @@
 
 use crate::dense::Panels;
 use crate::floats::with_floats;
-use crate::packed::Packed;
+use crate::packed::{Packed, block_bytes};
 use candle_core::quantized::{QMatMul, QTensor};
 use candle_core::{DType, Module, Result, Tensor, bail};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub enum Linear {
     Panels(Arc<Panels>),
     /// A float weight on another device, `[out, in]`; activations must have its dtype.
     Dense(Tensor),
-    /// A weight on the CPU of a type that [`Packed`] has, rearranged for this project's kernel.
+    /// A weight on the CPU of a type that [`block_bytes`] knows, rearranged for this project's kernel.
     Packed(Arc<Packed>),
     /// A quantised weight of another type, multiplied by candle.
     Quantized(QMatMul),
@@ -36,7 +36,7 @@ impl Linear {
     /// # Errors
     /// candle's error if the tensor is not a matrix.
     pub fn quantized(weight: Arc<QTensor>) -> Result<Self> {
-        if weight.device().is_cpu() {
+        if weight.device().is_cpu() && block_bytes(weight.dtype()).is_some() {
             let (outputs, inputs) = weight.shape().dims2()?;
             if let Some(packed) = Packed::from_gguf(weight.dtype(), &weight.data()?, outputs, inputs) {
                 return Ok(Self::Packed(Arc::new(packed)));

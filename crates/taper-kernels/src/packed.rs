@@ -20,9 +20,11 @@ use form::Form;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-/// Bytes that a block of a GGUF type takes of a row's panels; `None` for a type that is not packed.
+/// Bytes that a block of a GGUF type takes of a row's panels; `None` for a type that is not packed on this machine.
 pub fn block_bytes(dtype: GgmlDType) -> Option<usize> {
-    Form::of(dtype).map(|form| form.size() / ROWS)
+    // Without vectors that the panels are made for candle's products may have some of their own.
+    let vectors = Isa::best() != Isa::Portable || matches!(dtype, GgmlDType::Q4_0 | GgmlDType::Q4_1 | GgmlDType::Q8_0);
+    Form::of(dtype).filter(|_| vectors).map(|form| form.size() / ROWS)
 }
 
 /// Weights and activations of a block, along the input.
@@ -42,7 +44,7 @@ pub struct Packed {
 }
 
 impl Packed {
-    /// Packs GGUF rows of a type that [`block_bytes`] knows; `None` for another type or a length that does not fit.
+    /// Packs GGUF rows of 4, 5, 6 or 8 bits; `None` for another type or a length that does not fit.
     pub fn from_gguf(dtype: GgmlDType, data: &[u8], outputs: usize, inputs: usize) -> Option<Self> {
         let form = Form::of(dtype)?;
         let (stretches, source) = (inputs / (form.blocks * BLOCK), dtype.type_size());
@@ -195,9 +197,11 @@ impl Tile<'_> {
                 let at = self.x.at(self.token + t, block);
                 let (scale, sum) = (self.x.scale[at], self.x.sum[at]);
                 let mut dots = [[0i32; ROWS]; 2];
-                for (k, (weights, x)) in weights.iter().zip(&self.x.q[at * BLOCK..]).enumerate() {
-                    let dots = &mut dots[k / (BLOCK / 2)];
-                    dots.iter_mut().zip(weights).for_each(|(dot, w)| *dot += i32::from(*w) * i32::from(*x));
+                let (x, _) = self.x.q[at * BLOCK..][..BLOCK].as_chunks::<4>();
+                for ((j, weights), x) in weights.iter().enumerate().zip(x) {
+                    for (dot, w) in dots[j / 4].iter_mut().zip(weights.as_chunks::<4>().0) {
+                        *dot += w.iter().zip(x).map(|(w, x)| i32::from(*w) * i32::from(*x)).sum::<i32>();
+                    }
                 }
                 for ((out, [first, second]), row) in out.iter_mut().zip(scales).zip(0..) {
                     let [a, b] = dots.map(|dots| dots[row]);

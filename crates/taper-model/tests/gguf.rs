@@ -18,10 +18,18 @@ fn convert(
     folder: &Path,
     change: impl FnOnce(&mut Vec<(String, Value)>),
 ) -> PathBuf {
-    let model = common::checkpoint(name);
-    let config = ModelConfig::read(&model).unwrap();
-    let path = common::golden().join(name).join("model.safetensors");
-    let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    convert_folder(&common::golden().join(name), dtype, &folder.join(format!("{name}.gguf")), change)
+}
+
+/// The same of any folder, to a path.
+fn convert_folder(
+    from: &Path,
+    dtype: impl Fn(&str) -> GgmlDType,
+    path: &Path,
+    change: impl FnOnce(&mut Vec<(String, Value)>),
+) -> PathBuf {
+    let config = ModelConfig::read(&common::folder(from)).unwrap();
+    let tensors = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
     let mut converted: Vec<(String, QTensor)> = Vec::new();
     for (name, tensor) in &tensors {
         let tensor = tensor.to_dtype(DType::F32).unwrap();
@@ -69,9 +77,8 @@ fn convert(
         ("llama.attention.layer_norm_rms_epsilon".to_owned(), Value::F32(config.rms_norm_eps as f32)),
     ];
     change(&mut metadata);
-    let path = folder.join(format!("{name}.gguf"));
-    write(&path, &metadata, &converted);
-    path
+    write(path, &metadata, &converted);
+    path.to_owned()
 }
 
 fn write(path: &Path, metadata: &[(String, Value)], tensors: &[(String, QTensor)]) {
@@ -165,6 +172,75 @@ fn quantised_weights_stay_close_joined_or_not_dequantised_or_not() {
     }
 }
 
+/// A golden checkpoint as a network whose rows are super-blocks of 256, for which zeros stand behind its own weights: of the same
+/// logits, since what its norms divide by is smaller by as much as their weights are.
+fn widened(name: &str, folder: &Path) {
+    const WIDTH: usize = 256;
+    let read = |file: &str| fs::read(common::golden().join(name).join(file)).unwrap();
+    let mut config: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(&read("config.json")).unwrap();
+    let number = |key: &str| config[key].as_u64().unwrap() as usize;
+    let (hidden, head_dim) = (number("hidden_size"), number("head_dim"));
+    let (heads, kv_heads) =
+        (WIDTH / head_dim, WIDTH / head_dim * number("num_key_value_heads") / number("num_attention_heads"));
+    let shrunk = hidden as f64 / WIDTH as f64;
+    let epsilon = config["rms_norm_eps"].as_f64().unwrap() * shrunk;
+    for (key, value) in [
+        ("hidden_size", WIDTH.into()),
+        ("intermediate_size", WIDTH.into()),
+        ("num_attention_heads", heads.into()),
+        ("num_key_value_heads", kv_heads.into()),
+        ("rms_norm_eps", epsilon.into()),
+    ] {
+        config.insert(key.to_owned(), value);
+    }
+    let path = common::golden().join(name).join("model.safetensors");
+    let tensors = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let widen = |(name, tensor): (String, Tensor)| {
+        let tensor = tensor.to_dtype(DType::F32).unwrap();
+        let (rows, last) = (tensor.dim(0).unwrap(), tensor.rank() - 1);
+        let tensor = tensor.pad_with_zeros(last, 0, WIDTH - tensor.dim(last).unwrap()).unwrap();
+        let wide = match name.as_str() {
+            _ if last == 0 => return (name, (tensor * shrunk.sqrt()).unwrap()),
+            "model.embed_tokens.weight" | "lm_head.weight" => rows,
+            other if other.contains("k_proj") || other.contains("v_proj") => kv_heads * head_dim,
+            _ => WIDTH,
+        };
+        (name, tensor.pad_with_zeros(0, 0, wide - rows).unwrap())
+    };
+    let tensors: std::collections::HashMap<String, Tensor> = tensors.into_iter().map(widen).collect();
+    candle_core::safetensors::save(&tensors, folder.join("model.safetensors")).unwrap();
+    fs::write(folder.join("config.json"), serde_json::Value::from(config).to_string()).unwrap();
+}
+
+#[test]
+fn weights_in_super_blocks_stay_close_of_one_type_or_of_several() {
+    use GgmlDType::{F32, Q2K, Q3K, Q4K, Q5K, Q6K};
+    let folder = tempfile::tempdir().unwrap();
+    widened("llama2-gqa", folder.path());
+    let (tokens, logits) = expected("llama2-gqa");
+    let own = ["token_embd", "output.weight", "attn_v", "ffn_down"];
+    // As files that are named after Q4_K_M have them: head, table and some of the matrices in six bits, and layers differ.
+    let medium = |name: &str| if !name.contains("blk.1") && own.iter().any(|o| name.contains(o)) { Q6K } else { Q4K };
+    type Formats<'a> = &'a dyn Fn(&str) -> GgmlDType;
+    let table: [(&str, Formats<'_>, f32); 7] = [
+        ("f32", &|_| F32, 1e-4),
+        ("q6", &|_| Q6K, 0.3),
+        ("q5", &|_| Q5K, 0.5),
+        ("q4", &|_| Q4K, 0.8),
+        ("medium", &medium, 0.6),
+        ("q3", &|_| Q3K, 1.5),
+        ("q2", &|_| Q2K, 2.2),
+    ];
+    for (what, formats, tolerance) in table {
+        let path = convert_folder(folder.path(), formats, &folder.path().join("wide.gguf"), |_| ());
+        let [quantised, floats] =
+            [false, true].map(|dequantize| logits_of(&load(&common::gguf(&path), dequantize), &tokens));
+        let (error, own) = (rms(&quantised, &logits), rms(&quantised, &floats));
+        assert!(error < tolerance, "{what}: {error} from the original");
+        assert!(own < 0.06, "{what}: {own} from the same weights as floats");
+    }
+}
+
 #[test]
 fn a_files_floats_are_loaded_in_the_dtype_asked_for() {
     use WeightDType::{Auto, BF16, F32};
@@ -183,19 +259,26 @@ fn a_files_floats_are_loaded_in_the_dtype_asked_for() {
     }
 }
 
-/// As `Packed` keeps them: eight rows' scales and offsets, in f16, before their weights.
+/// As `Packed` keeps them: rows' scales and offsets before their weights. Elsewhere fewer types are packed.
+#[cfg(target_arch = "x86_64")]
 #[test]
 fn what_quantised_weights_take_on_the_cpu_is_what_they_are_packed_into() {
     let folder = tempfile::tempdir().unwrap();
-    let bytes = |dtype| {
-        let format = move |name: &str| if name.contains("ffn_down") { GgmlDType::F32 } else { dtype };
-        load(&common::gguf(&convert("llama2-gqa", format, folder.path(), |_| ())), false).weight_bytes()
-    };
+    widened("llama2-gqa", folder.path());
+    let path = folder.path().join("wide.gguf");
+    let bytes =
+        |dtype| load(&common::gguf(&convert_folder(folder.path(), |_| dtype, &path, |_| ())), false).weight_bytes();
     let floats = bytes(GgmlDType::F32);
-    let config = ModelConfig::read(&common::gguf(&folder.path().join("llama2-gqa.gguf"))).unwrap();
-    let packed = config.multiplied_weights() - config.layers * config.hidden_size * config.intermediate_size;
-    for (dtype, block) in [(GgmlDType::Q4_0, 20), (GgmlDType::Q8_0, 34)] {
-        assert_eq!(floats - bytes(dtype), (packed * 4 - packed / 32 * block) as u64, "{dtype:?}");
+    let packed = ModelConfig::read(&common::gguf(&path)).unwrap().multiplied_weights();
+    for (dtype, block) in [
+        (GgmlDType::Q4_0, 8 * 20),
+        (GgmlDType::Q5_0, 8 * 24),
+        (GgmlDType::Q8_0, 8 * 34),
+        (GgmlDType::Q4K, 4 + 16 + 128),
+        (GgmlDType::Q5K, 4 + 16 + 160),
+        (GgmlDType::Q6K, 2 + 16 + 192),
+    ] {
+        assert_eq!(floats - bytes(dtype), (packed * 4 - packed / 256 * block) as u64, "{dtype:?}");
     }
 }
 

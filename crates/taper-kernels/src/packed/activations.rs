@@ -16,8 +16,10 @@ pub struct Activations {
     pub q: Vec<i8>,
     /// What a step is worth.
     pub scale: Vec<f32>,
-    /// The sums of the rounded activations of both halves, in steps.
-    pub totals: Vec<[i32; 2]>,
+    /// The sum of the rounded activations in steps.
+    pub total: Vec<i32>,
+    /// The same of both halves.
+    pub halves: Vec<[i32; 2]>,
     /// The sum of all in units.
     pub sum: Vec<f32>,
 }
@@ -29,9 +31,10 @@ impl Activations {
         let (size, groups) = (blocks * together, tokens.div_ceil(together));
         let mut q = vec![0i8; groups * size * BLOCK];
         let (mut scale, mut sum) = (vec![0f32; groups * size], vec![0f32; groups * size]);
-        let mut totals = vec![[0i32; 2]; groups * size];
+        let (mut total, mut halves) = (vec![0i32; groups * size], vec![[0i32; 2]; groups * size]);
         let (q_out, scale_out) = (SharedMut::new(&mut q), SharedMut::new(&mut scale));
-        let (totals_out, sum_out) = (SharedMut::new(&mut totals), SharedMut::new(&mut sum));
+        let (total_out, sum_out) = (SharedMut::new(&mut total), SharedMut::new(&mut sum));
+        let halves_out = SharedMut::new(&mut halves);
         #[cfg(target_arch = "x86_64")]
         let round = if isa == Isa::Portable { round } else { avx2::round };
         let _ = isa;
@@ -40,11 +43,12 @@ impl Activations {
             || (),
             |(), group| {
                 // SAFETY: each group has its own part.
-                let (q, scale, totals, sum) = unsafe {
+                let (q, scale, total, halves, sum) = unsafe {
                     (
                         q_out.slice(group * size * BLOCK, size * BLOCK),
                         scale_out.slice(group * size, size),
-                        totals_out.slice(group * size, size),
+                        total_out.slice(group * size, size),
+                        halves_out.slice(group * size, size),
                         sum_out.slice(group * size, size),
                     )
                 };
@@ -54,13 +58,14 @@ impl Activations {
                     for (block, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
                         let at = block * together + t;
                         // SAFETY: the other instruction sets include AVX2.
-                        (scale[at], totals[at]) = unsafe { round(x, &mut q[at]) };
-                        sum[at] = (totals[at][0] + totals[at][1]) as f32 * scale[at];
+                        (scale[at], halves[at]) = unsafe { round(x, &mut q[at]) };
+                        total[at] = halves[at][0] + halves[at][1];
+                        sum[at] = total[at] as f32 * scale[at];
                     }
                 }
             },
         );
-        Self { blocks, group: together, q, scale, totals, sum }
+        Self { blocks, group: together, q, scale, total, halves, sum }
     }
 
     /// The place of a token's block.

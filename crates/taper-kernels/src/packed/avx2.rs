@@ -105,6 +105,7 @@ unsafe fn bytes(p: *const u8, signed: bool) -> __m256 {
 
 /// A block's weights of fewer than eight bits, of a vector's rows.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m256i; 8] {
     unsafe {
         let vector = |j: usize| _mm256_loadu_si256(w.add(4 * j * ROWS).cast());
@@ -133,6 +134,7 @@ unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m256i; 8] {
 
 /// The products of weights, four of every row in each of the vectors `range`, with 32 activations.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn dots<const BITS: usize>(q: &[__m256i; 8], range: Range<usize>, x: *const i8) -> __m256i {
     // Products that are added in 16 bits: sixteen of at most 15 · 127, eight of 31 · 127 or four of 63 · 127, no overflow.
     let together = 8 >> (BITS - 4);
@@ -153,6 +155,7 @@ unsafe fn dots<const BITS: usize>(q: &[__m256i; 8], range: Range<usize>, x: *con
 
 /// Of fewer than eight bits, in stretches of `BLOCKS`: `H` halves from `first` on.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn few<const T: usize, const H: usize, const BITS: usize, const BLOCKS: usize>(
     tile: &Tile,
     first: usize,
@@ -182,7 +185,7 @@ unsafe fn few<const T: usize, const H: usize, const BITS: usize, const BLOCKS: u
                         if form.by_halves() {
                             for half in 0..2 {
                                 // 32 are taken off each weight.
-                                let total = tile.x.totals.get_unchecked(at)[half];
+                                let total = tile.x.halves.get_unchecked(at)[half];
                                 let dots = dots::<BITS>(&q, 4 * half..4 * half + 4, x);
                                 let dots = _mm256_add_epi32(dots, _mm256_set1_epi32(-32 * total));
                                 let scale = _mm256_mul_ps(if half == 0 { a } else { b }, scale);

@@ -4,7 +4,6 @@ use super::form::Form;
 use super::{BLOCK, ROWS, Tile};
 use core::arch::x86_64::*;
 use std::mem::MaybeUninit;
-use std::ops::Range;
 
 /// 1, 2, 4 or 8 tokens.
 ///
@@ -50,12 +49,16 @@ unsafe fn bytes(p: *const u8, signed: bool) -> __m512 {
     }
 }
 
-/// Adds the products of weights, four of every row in each of the vectors `range`, with the activations `x` of `T` tokens, 32 each.
+/// Adds the products of weights, four of every row in each of the vectors `FROM..TO`, with the activations `x` of `T` tokens, 32 each.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn add<const T: usize>(dots: &mut [__m512i; T], q: &[__m512i; 8], range: Range<usize>, x: *const i8) {
+unsafe fn add<const T: usize, const FROM: usize, const TO: usize>(
+    dots: &mut [__m512i; T],
+    q: &[__m512i; 8],
+    x: *const i8,
+) {
     unsafe {
-        for j in range {
+        for j in FROM..TO {
             for t in 0..T {
                 let four = x.add(t * BLOCK + 4 * j).cast::<i32>().read_unaligned();
                 dots[t] = _mm512_dpbusd_epi32(dots[t], q[j], _mm512_set1_epi32(four));
@@ -73,6 +76,7 @@ unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [MaybeUninit<[f32; R
 
 /// A block's weights of fewer than eight bits.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
 unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m512i; 8] {
     unsafe {
         let vector = |j: usize| _mm512_loadu_si512(w.add(4 * j * ROWS).cast());
@@ -128,10 +132,14 @@ unsafe fn few<const T: usize, const BITS: usize, const BLOCKS: usize>(
                         let mut dots = [_mm512_setzero_si512(); T];
                         for t in 0..T {
                             // 32 are taken off each weight.
-                            let total = (*tile.x.totals.as_ptr().add(at + t))[half];
+                            let total = (*tile.x.halves.as_ptr().add(at + t))[half];
                             dots[t] = _mm512_set1_epi32(-32 * total);
                         }
-                        add(&mut dots, &q, 4 * half..4 * half + 4, x);
+                        if half == 0 {
+                            add::<T, 0, 4>(&mut dots, &q, x);
+                        } else {
+                            add::<T, 4, 8>(&mut dots, &q, x);
+                        }
                         for t in 0..T {
                             let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
                             acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
@@ -139,7 +147,7 @@ unsafe fn few<const T: usize, const BITS: usize, const BLOCKS: usize>(
                     }
                 } else {
                     let mut dots = [_mm512_setzero_si512(); T];
-                    add(&mut dots, &q, 0..8, x);
+                    add::<T, 0, 8>(&mut dots, &q, x);
                     for t in 0..T {
                         let scale = _mm512_mul_ps(a, _mm512_set1_ps(*scale.add(t)));
                         acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);
@@ -169,12 +177,11 @@ unsafe fn eight<const T: usize>(tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>
             }
             let mut dots = [_mm512_setzero_si512(); T];
             let at = tile.x.at(tile.token, block);
-            let (scale, totals) = (tile.x.scale.as_ptr().add(at), tile.x.totals.as_ptr().add(at));
+            let (scale, total) = (tile.x.scale.as_ptr().add(at), tile.x.total.as_ptr().add(at));
             for t in 0..T {
-                let [first, second] = *totals.add(t);
-                dots[t] = _mm512_set1_epi32(-128 * (first + second));
+                dots[t] = _mm512_slli_epi32::<7>(_mm512_set1_epi32(-*total.add(t)));
             }
-            add(&mut dots, &q, 0..8, tile.x.q.as_ptr().add(at * BLOCK));
+            add::<T, 0, 8>(&mut dots, &q, tile.x.q.as_ptr().add(at * BLOCK));
             for t in 0..T {
                 let scale = _mm512_mul_ps(d, _mm512_set1_ps(*scale.add(t)));
                 acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, acc[t]);

@@ -114,8 +114,8 @@ impl Form {
         }
     }
 
-    /// A block of a stretch as 16 rows' two scales, or scale and offset, and their weights in turn.
-    pub fn unpack(self, stretch: &[u8], block: usize) -> ([[f32; 2]; ROWS], [[i8; ROWS]; BLOCK]) {
+    /// A block of a stretch as 16 rows' two scales, or scale and offset, and weights as they lie.
+    pub fn unpack(self, stretch: &[u8], block: usize) -> ([[f32; 2]; ROWS], [[i8; 4 * ROWS]; 8]) {
         let half = |at: usize| f16::from_le_bytes([stretch[at], stretch[at + 1]]).to_f32();
         let scales = std::array::from_fn(|row| {
             let own = self.scales_at(block) + row;
@@ -127,21 +127,21 @@ impl Form {
             }
         });
         let vector = |j: usize| &stretch[self.weights_at(block) + 4 * j * ROWS..][..4 * ROWS];
-        let weights = std::array::from_fn(|k| {
-            let (j, high) = (k / 4, self.bits - 4);
-            let at = |row: usize| 4 * row + k % 4;
+        let (high, centre) = (self.bits - 4, if self.by_halves() { 32 } else { 0 });
+        let mut weights = [[0i8; 4 * ROWS]; 8];
+        for (j, weights) in weights.iter_mut().enumerate() {
             if self.bits == 8 {
-                return std::array::from_fn(|row| vector(j)[at(row)] as i8);
+                weights.iter_mut().zip(vector(j)).for_each(|(q, byte)| *q = *byte as i8);
+                continue;
             }
-            let mut q: [i8; ROWS] = std::array::from_fn(|row| (vector(j % 4)[at(row)] >> (4 * (j / 4)) & 15) as i8);
+            let shift = 4 * (j / 4);
+            weights.iter_mut().zip(vector(j % 4)).for_each(|(q, byte)| *q = (byte >> shift & 15) as i8 - centre);
             if high > 0 {
-                let (beyond, mask) = (vector(4 + high * j / 8), (1 << high) - 1);
-                for (row, q) in q.iter_mut().enumerate() {
-                    *q |= ((beyond[at(row)] >> (high * j % 8) & mask) << 4) as i8;
-                }
+                let (mask, bit) = ((1 << high) - 1, high * j % 8);
+                let beyond = vector(4 + high * j / 8);
+                weights.iter_mut().zip(beyond).for_each(|(q, byte)| *q += ((byte >> bit & mask) << 4) as i8);
             }
-            q.map(|q| q - if self.by_halves() { 32 } else { 0 })
-        });
+        }
         (scales, weights)
     }
 }
@@ -200,7 +200,7 @@ impl Source<'_> {
                     _ => None,
                 };
                 let fifth = fifth.map_or(0, |fifth| u32::from_le_bytes(*fifth));
-                std::array::from_fn(|k| half(nibbles[k % 16], k >= 16) | (fifth >> k & 1) as u8 * 16)
+                std::array::from_fn(|k| half(nibbles[k % 16], k >= 16) | ((fifth >> k & 1) as u8 * 16))
             }
             // Of two blocks one has the low halves of 32 bytes.
             GgmlDType::Q4K => {
@@ -210,7 +210,7 @@ impl Source<'_> {
             // As well; bit `block` of 32 others is the fifth.
             GgmlDType::Q5K => {
                 let (fifth, nibbles) = (&self.bytes[16..48], &self.bytes[48 + block / 2 * BLOCK..][..BLOCK]);
-                std::array::from_fn(|k| half(nibbles[k], odd) | (fifth[k] >> block & 1) * 16)
+                std::array::from_fn(|k| half(nibbles[k], odd) | ((fifth[k] >> block & 1) * 16))
             }
             // Four blocks share 64 bytes of low bits, the third and the fourth in the upper halves, and 32 of two bits each.
             GgmlDType::Q6K => {

@@ -60,7 +60,7 @@ fn weights_are_those_of_the_file_whatever_its_bytes() {
             for (k, exact) in exact.iter().enumerate() {
                 let (block, row) = (k / BLOCK, row % ROWS);
                 let (scales, weights) = form.unpack(&panel[block / form.blocks * form.size()..], block % form.blocks);
-                let ([first, second], q) = (scales[row], f32::from(weights[k % BLOCK][row]));
+                let ([first, second], q) = (scales[row], f32::from(weights[k % BLOCK / 4][4 * row + k % 4]));
                 let weight = match form.by_halves() {
                     true => [first, second][k / (BLOCK / 2) % 2] * q,
                     false => first * q + second,
@@ -135,7 +135,7 @@ fn activations_that_fit_8_bits_give_the_exact_product() {
     for dtype in TYPES {
         let inputs = 2 * dtype.block_size();
         let (packed, weights) = any_weights(&mut numbers, dtype, 24, inputs);
-        let varied = |i: usize| if i % 32 == 0 { 127.0 } else { ((i * 37) % 255) as f32 - 127.0 };
+        let varied = |i: usize| if i.is_multiple_of(32) { 127.0 } else { ((i * 37) % 255) as f32 - 127.0 };
         // Also as large as sums can become.
         for x in [(0..inputs).map(varied).collect(), vec![127.0; inputs], vec![-127.0; inputs]] {
             let exact = exact_products(&x, &weights);
