@@ -132,20 +132,6 @@ async fn a_text_completion_of_every_kind_of_prompt() {
 }
 
 #[tokio::test]
-async fn the_default_length_never_makes_a_prompt_too_long() {
-    let body = complete(json!({"prompt": "p".repeat(505)}));
-    let answer = server("abcdefghijklmnopqrstuvwxyz").complete(body).await.json();
-    assert_eq!(answer["usage"]["completion_tokens"], 7);
-    // Of two prompts the shorter may have less room: its last block is begun, and each answer has a copy.
-    let mut backend = StubBackend::new("abcdefghijklmnopqrstuvwxyz");
-    backend.limits.cache_tokens = 9 * 64;
-    let server = custom(backend, EngineConfig::default(), ServerConfig::default());
-    let body = complete(json!({"prompt": ["p".repeat(447), "p".repeat(448)], "n": 2}));
-    let answer = server.complete(body).await.json();
-    assert_eq!(answer["usage"]["completion_tokens"], 4, "{answer}");
-}
-
-#[tokio::test]
 async fn several_choices_echo_and_stop() {
     let server = server("one two");
     let body = complete(json!({"prompt": ["a", "b"], "n": 2, "echo": true, "stop": " t", "max_tokens": 9}));
@@ -209,36 +195,6 @@ async fn every_seed_of_64_bits_is_taken_and_the_reported_one_draws_the_same() {
         let answer = server.post_raw("/v1/completions", body).await;
         assert_eq!((answer.status, answer.error().1), (StatusCode::BAD_REQUEST, json!("seed")), "{seed}");
     }
-}
-
-#[tokio::test]
-async fn a_request_too_large_for_the_cache_names_what_makes_it_so() {
-    let mut backend = StubBackend::new("x");
-    backend.limits.cache_tokens = 256;
-    let server = custom(backend, EngineConfig::default(), ServerConfig::default());
-    for (length, extra, param) in [
-        (300, json!({}), "prompt"),
-        (256, json!({"max_tokens": 1}), "prompt"),
-        (100, json!({"n": 4}), "n"),
-        (100, json!({"n": 4, "max_tokens": 2}), "n"),
-        (100, json!({"n": 2, "max_tokens": 100}), "max_tokens"),
-        (100, json!({"max_completion_tokens": 200}), "max_completion_tokens"),
-    ] {
-        let mut body = complete(extra.clone());
-        body["prompt"] = json!("p".repeat(length));
-        let answer = server.complete(body).await;
-        assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{extra}");
-        let (message, at) = answer.error();
-        assert_eq!(at, param, "{length} {extra}: {message}");
-        assert!(message.contains("256 tokens") && message.contains(&format!("a prompt of {length}")), "{message}");
-    }
-    let chat = server.chat(chat(json!({"n": 5}))).await;
-    assert_eq!(chat.error().1, "n", "{}", chat.text);
-    // The prompt's whole block once, and one for each answer.
-    let shared = server.complete(complete(json!({"prompt": "p".repeat(100), "n": 3, "ignore_eos": true}))).await;
-    assert_eq!(shared.json()["usage"]["completion_tokens"], 3 * 16, "{}", shared.text);
-    let fits = server.complete(complete(json!({"prompt": "p".repeat(250), "ignore_eos": true}))).await;
-    assert_eq!(fits.json()["usage"]["completion_tokens"], 6, "the default length shrinks: {}", fits.text);
 }
 
 #[tokio::test]
