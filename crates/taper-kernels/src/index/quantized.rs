@@ -210,10 +210,10 @@ struct Queries {
     q: Vec<f32>,
     /// Words of a token.
     words: usize,
-    /// Each query's channels times the block's steps `[group, channels]`, in units of which each is a whole number, rounded by
-    /// [`WHOLE`].
+    /// Each query's channels times the block's steps `[group, channels]`.
     products: Vec<f32>,
-    /// The same of four channels, a byte each, where their codes lie `[group, 4 words]`.
+    /// The same of four channels in units of which each is a whole number, rounded by [`WHOLE`], a byte each, where their codes
+    /// lie `[group, 4 words]`.
     weights: Vec<u32>,
     /// The query's product with the block's base, and the unit.
     ends: Vec<(f32, f32)>,

@@ -103,34 +103,17 @@ unsafe fn bytes(p: *const u8, signed: bool) -> __m256 {
     }
 }
 
-/// A block's weights of fewer than eight bits, of a vector's rows.
-#[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m256i; 8] {
-    unsafe {
-        let vector = |j: usize| _mm256_loadu_si256(w.add(4 * j * ROWS).cast());
-        let low = _mm256_set1_epi8(15);
-        let mut q = [_mm256_setzero_si256(); 8];
-        for j in 0..4 {
-            let pair = vector(j);
-            q[j] = _mm256_and_si256(pair, low);
-            q[j + 4] = _mm256_and_si256(_mm256_srli_epi16::<4>(pair), low);
-        }
-        let high = BITS - 4;
-        let beyond = _mm256_set1_epi8(((1 << high) - 1) << 4);
-        for j in 0..8 * high.min(1) {
-            let (bits, bit) = (vector(4 + high * j / 8), high * j % 8);
-            // The count is known when the loop is unrolled.
-            let bits = if bit < 4 {
-                _mm256_sll_epi16(bits, _mm_cvtsi32_si128(4 - bit as i32))
-            } else {
-                _mm256_srl_epi16(bits, _mm_cvtsi32_si128(bit as i32 - 4))
-            };
-            q[j] = _mm256_or_si256(q[j], _mm256_and_si256(bits, beyond));
-        }
-        q
-    }
-}
+super::unpack_by!(
+    __m256i,
+    _mm256_loadu_si256,
+    _mm256_set1_epi8,
+    _mm256_setzero_si256,
+    _mm256_and_si256,
+    _mm256_or_si256,
+    _mm256_srli_epi16,
+    _mm256_sll_epi16,
+    _mm256_srl_epi16
+);
 
 /// The products of weights, four of every row in each of the vectors `range`, with 32 activations.
 #[inline(always)]

@@ -74,34 +74,17 @@ unsafe fn store<const T: usize>(acc: [__m512; T], out: &mut [MaybeUninit<[f32; R
     }
 }
 
-/// A block's weights of fewer than eight bits.
-#[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "adapters are not inlined here")]
-unsafe fn unpack<const BITS: usize>(w: *const u8) -> [__m512i; 8] {
-    unsafe {
-        let vector = |j: usize| _mm512_loadu_si512(w.add(4 * j * ROWS).cast());
-        let low = _mm512_set1_epi8(15);
-        let mut q = [_mm512_setzero_si512(); 8];
-        for j in 0..4 {
-            let pair = vector(j);
-            q[j] = _mm512_and_si512(pair, low);
-            q[j + 4] = _mm512_and_si512(_mm512_srli_epi16::<4>(pair), low);
-        }
-        let high = BITS - 4;
-        let beyond = _mm512_set1_epi8(((1 << high) - 1) << 4);
-        for j in 0..8 * high.min(1) {
-            let (bits, bit) = (vector(4 + high * j / 8), high * j % 8);
-            // The count is known when the loop is unrolled.
-            let bits = if bit < 4 {
-                _mm512_sll_epi16(bits, _mm_cvtsi32_si128(4 - bit as i32))
-            } else {
-                _mm512_srl_epi16(bits, _mm_cvtsi32_si128(bit as i32 - 4))
-            };
-            q[j] = _mm512_or_si512(q[j], _mm512_and_si512(bits, beyond));
-        }
-        q
-    }
-}
+super::unpack_by!(
+    __m512i,
+    _mm512_loadu_si512,
+    _mm512_set1_epi8,
+    _mm512_setzero_si512,
+    _mm512_and_si512,
+    _mm512_or_si512,
+    _mm512_srli_epi16,
+    _mm512_sll_epi16,
+    _mm512_srl_epi16
+);
 
 /// Of fewer than eight bits, in stretches of `BLOCKS`.
 #[inline(always)]
