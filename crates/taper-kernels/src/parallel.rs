@@ -107,6 +107,8 @@ thread_local! {
     static PLACE: Cell<Option<Place>> = const { Cell::new(None) };
     /// Whether this thread leads a step or helps in one.
     static IN_STEP: Cell<bool> = const { Cell::new(false) };
+    /// The last team that called this thread while it was in another's step; none outside of one.
+    static NEXT: Cell<Option<Arc<Team>>> = const { Cell::new(None) };
 }
 
 /// What a thread is to a team.
@@ -141,23 +143,32 @@ pub fn awake<T: Send>(step: impl FnOnce() -> T + Send) -> T {
                 return;
             }
             helpers.arrived.fetch_add(1, Release);
-            // One that is in another step stays there: that one may wait for what this thread is at.
-            if !IN_STEP.replace(true) {
-                helpers.watch(&helpers.joined[thread.index()]);
-                IN_STEP.set(false);
+            let mut next = Some(Arc::clone(&helpers));
+            // One that is in another step stays there to its end: that one may wait for what this thread is at. It may
+            // have ended already, with this thread yet to find out.
+            if IN_STEP.replace(true) {
+                NEXT.set(next);
+                return;
             }
+            while let Some(team) = next {
+                team.watch(&team.joined[thread.index()]);
+                next = NEXT.take();
+            }
+            IN_STEP.set(false);
         });
         let before = (IN_STEP.replace(true), PLACE.replace(Some(Place::Leading(Arc::as_ptr(&team)))));
         // Also when the step panics.
         let _end = Defer(|| {
             IN_STEP.set(before.0);
             PLACE.set(before.1);
+            // A leader goes back to its caller: to help those who called it meanwhile is not its turn.
+            NEXT.set(None);
             team.ended.store(true, Release);
         });
         // The step's jobs for the pool (candle's) come when all have their places. A thread that came to its place from
-        // within such a job, where it waits for a part that a third one has, would not go back to it before the step's end.
+        // within such a job, where it waits for a part that another has, would not go back to it before the step's end.
         let mut looks = 0;
-        while threads > 2 && team.arrived.load(Acquire) < threads - 1 {
+        while team.arrived.load(Acquire) < threads - 1 {
             // Among its own are other teams' places.
             if rayon::yield_local() != Some(rayon::Yield::Executed) {
                 pause(&mut looks);
@@ -519,6 +530,14 @@ mod tests {
     fn all_threads_of_the_pool_take_part() {
         for threads in [2, 5, 9] {
             in_pool(threads, || (0..20).for_each(|_| awake(|| together(threads))));
+        }
+    }
+
+    /// A thread is still in the step before when it is called to the next.
+    #[test]
+    fn steps_close_behind_one_another_all_have_their_helpers() {
+        for threads in [2, 3] {
+            in_pool(threads, || (0..10_000).for_each(|_| awake(|| together(threads))));
         }
     }
 
