@@ -57,12 +57,6 @@ __device__ __forceinline__ void send_four(uint32_t to, uint4 v, uint32_t bar) {
       ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bar)
       : "memory");
 }
-__device__ __forceinline__ void send_half(uint32_t to, uint32_t value, uint32_t bar) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-      "r"(value), "r"(bar)
-      : "memory");
-}
 __device__ __forceinline__ void send_word(uint32_t to, uint64_t value, uint32_t bar) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),

@@ -11,13 +11,14 @@ cudaError_t go(PickParams p, cudaStream_t s) {
   p.team = pick_team(p.kv_heads, p.stride);
   const int grid = p.rows * p.kv_heads * p.team;
   const bool shares = p.reduce != TAPER_MAX_OF_GROUP;
-  const size_t keys = (size_t)pick_place((p.stride + 3) / 4) * 16 + 16, scores = pick_scores(p.stride, p.team, group);
-  p.in_order = grid > sm_count();
-  if (shares && p.team > 1 && p.team <= kPickTogether && launches_depend())
-    return launch_cluster(pick_kernel<T, W, NT, true, true>, grid, kPickThreads, scores + keys, p.team, s, p);
+  // A smaller team's blocks have a warp's sixteen pages each, of which the last team's may have fewer.
+  const uint32_t share = pick_share(p.stride, p.team), round = 16 * kPickWarps, few = (p.stride + 15) / 16 * 16;
+  const size_t keys = (size_t)pick_place((p.stride + 3) / 4) * 16 + 16;
+  const size_t scores = (size_t)(share > round ? share : few < round ? few : round) * group * 4;
   const size_t smem = shares && scores > keys ? scores : keys;
+  p.in_order = grid > sm_count();
   auto start = [&](auto kernel) { return launch(kernel, grid, kPickThreads, smem, s, p); };
-  return shares ? start(pick_kernel<T, W, NT, true, false>) : start(pick_kernel<T, W, NT, false, false>);
+  return shares ? start(pick_kernel<T, W, NT, true>) : start(pick_kernel<T, W, NT, false>);
 }
 
 }  // namespace

@@ -2,11 +2,10 @@
 //
 // A team of thread blocks scores a list's pages against their bounds. What counts is the best of the
 // group's heads, or the sum of their shares of the mass, for which the team meets: shares need the logarithm of
-// each head's sum of exponentials over all pages. Whichever block of the team is done last chooses. A team of up to
-// eight that takes shares is a cluster: logarithms, and the keys for its first block, which chooses then, go from shared
-// memory to shared memory. Keys are counted in bins between the smallest and the largest, then in the bin that holds the
-// last one to take, and so on: two or three rounds, where bits from the top would need four and meet in few bins. Ties go
-// to the lower id, as everywhere.
+// each head's sum of exponentials over all pages. Whichever block of the team is done last chooses. Keys are
+// counted in bins between the smallest and the largest, then in the bin that holds the last one
+// to take, and so on: two or three rounds, where bits from the top would need four and meet in
+// few bins. Ties go to the lower id, as everywhere.
 #pragma once
 
 #include "../common/scan.cuh"
@@ -14,7 +13,6 @@
 #include "../common/warp.cuh"
 #include "../common/worklist.cuh"
 #include "../score/view.cuh"
-#include "cluster.cuh"
 #include "ordered.cuh"
 #include "paying.cuh"
 
@@ -24,7 +22,6 @@ using PickParams = TaperPickParams;
 
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
 constexpr int kPickMost = 32768;
-constexpr int kPickTogether = 8;  // thread blocks of a team that is a cluster, at most
 
 // Thread blocks of a list's team, by the pages that its row sees: a warp for every sixteen of them, up to a whole team.
 __host__ __device__ inline int pick_team(int kv_heads, uint32_t entries) {
@@ -39,13 +36,6 @@ __host__ __device__ inline uint32_t pick_share(uint32_t entries, uint32_t team, 
 // Where the i-th four of keys lie: a thread that walks over neighbouring ones shares no bank with its neighbours.
 __host__ __device__ inline uint32_t pick_place(uint32_t four) { return four + four / 8; }
 
-// Bytes of shared memory for the scores that a thread block takes shares of. A smaller team's blocks have a warp's sixteen pages
-// each, of which the last team's may have fewer.
-__host__ __device__ inline uint32_t pick_scores(uint32_t stride, uint32_t team, uint32_t group) {
-  const uint32_t share = pick_share(stride, team), round = 16 * kPickWarps, few = (stride + 15) / 16 * 16;
-  return (share > round ? share : few < round ? few : round) * group * 4;
-}
-
 struct PickShared {
   uint32_t bins[kPickBins], scratch[33], least, most, found_bin, found_need, found_size, last, place;
   uint32_t first_id, last_id;
@@ -53,9 +43,6 @@ struct PickShared {
   float lse[16];
   float2 warps[16][kPickWarps];  // of each head, the largest score of each warp and the sum of powers of two relative to it
   PayShared paying;
-  // In clusters: the logarithms of each head's blocks, and who has heard them; all keys are there.
-  float theirs[16][kPickTogether];
-  uint64_t heard, told;
 };
 
 // A list, and the block's place in its team.
@@ -130,10 +117,10 @@ __device__ __forceinline__ void score_best(const PickParams& p, const PickPlace&
 }
 
 // Of each of the block's pages the heads' shares of the mass, added up or the largest, become its key. `scores`
-// holds the block's own, times log2(e). In a cluster `keys` is where the first block has the list's.
-template <bool TOGETHER, class View>
+// holds the block's own, times log2(e).
+template <class View>
 __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlace& at, const View& view, float* scores,
-                                             PickShared& sh, uint32_t* out, uint32_t* keys) {
+                                             PickShared& sh, uint32_t* out) {
   constexpr int NT = View::kColumns / 8;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = lane & 3;
   const float scale2 = p.scale * kLog2e;
@@ -166,28 +153,20 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
     for (int d = 4; d < 32; d *= 2) all += __shfl_xor_sync(~0u, all, d);
     if (lane < 4) sh.warps[k / 2 * 8 + 2 * quad + k % 2][warp] = make_float2(most, all);
   }
-  if constexpr (TOGETHER) cluster_wait();  // Their barriers are there.
   __syncthreads();
-  // A warp a head; lane r speaks with rank r. In device memory a logarithm travels with its own flag.
+  // A warp a head; lane r speaks with rank r. A logarithm travels with its own flag.
   if (warp < at.group) {
     const float2 of = sh.warps[warp][lane % kPickWarps];
     const float most_here = warp_max(of.x), base = most_here == -INFINITY ? 0.f : most_here;
     const float own = logarithm(base, lane < kPickWarps ? of.y * exp2_fast(of.x - base) : 0.f);
+    uint64_t* words = p.masses + ((uint64_t)at.list * at.room * at.group + warp) * 2;
+    if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
     float theirs = -INFINITY;
-    if constexpr (TOGETHER) {
-      if (lane < at.team)
-        send_half(in_block(smem_u32(&sh.theirs[warp][at.rank]), lane), __float_as_uint(own), in_block(smem_u32(&sh.heard), lane));
-      mbar_wait(smem_u32(&sh.heard), 0);
-      if (lane < at.team) theirs = sh.theirs[warp][lane];
-    } else {
-      uint64_t* words = p.masses + ((uint64_t)at.list * at.room * at.group + warp) * 2;
-      if (lane == 0) store_relaxed(words + at.rank * at.group * 2, (uint64_t)__float_as_uint(own) << 32 | 1);
-      if (lane < at.team) {
-        ulonglong2 word;
-        do word = load_relaxed(words + lane * at.group * 2);
-        while ((uint32_t)word.x == 0);
-        theirs = __uint_as_float((uint32_t)(word.x >> 32));
-      }
+    if (lane < at.team) {
+      ulonglong2 word;
+      do word = load_relaxed(words + lane * at.group * 2);
+      while ((uint32_t)word.x == 0);
+      theirs = __uint_as_float((uint32_t)(word.x >> 32));
     }
     __syncwarp();
     const float most = warp_max(theirs), from = most == -INFINITY ? 0.f : most;
@@ -203,11 +182,7 @@ __device__ __forceinline__ void score_shares(const PickParams& p, const PickPlac
       const float one = exp2_fast(scores[i * at.group + h] - sh.lse[h]);
       share = p.reduce == TAPER_SUM_OF_GROUP ? share + one : fmaxf(share, one);
     }
-    if (e < at.begin || e >= at.end) continue;
-    const uint32_t to = e - at.begin;
-    const uint32_t key = ordered(share);
-    if constexpr (TOGETHER) send_half(in_block(smem_u32(keys + pick_place(to / 4) * 4 + to % 4), 0), key, in_block(smem_u32(&sh.told), 0));
-    out[to] = key;
+    if (e >= at.begin && e < at.end && e - at.begin < at.n) out[e - at.begin] = ordered(share);
   }
 }
 
@@ -231,8 +206,7 @@ __device__ __forceinline__ WorkList with_pages(const PickParams& p, uint32_t lis
   return w;
 }
 
-// By the whole thread block: the ids of the largest keys, and the list. In a cluster the keys are here already.
-template <bool TOGETHER>
+// By the whole thread block: the ids of the largest keys, and the list.
 __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlace& at, const uint32_t* out,
                                              uint32_t* keys, PickShared& sh) {
   const int tid = threadIdx.x, lane = tid & 31;
@@ -244,9 +218,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
 #pragma unroll 4
   for (uint32_t i = tid; i < fours; i += kPickThreads) {
     uint4 u;
-    if constexpr (TOGETHER) {
-      u = reinterpret_cast<const uint4*>(keys)[pick_place(i)];
-    } else if (aligned) {
+    if (aligned) {
       u = __ldcg(reinterpret_cast<const uint4*>(out) + i);
     } else {
 #pragma unroll
@@ -344,34 +316,21 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   __syncthreads();
   if (tid == 0) {
     p.work[list] = with_pages(p, list, k, sh);
-    if constexpr (!TOGETHER) p.sync[(1 + list) * kTeamLine] = 0;
+    p.sync[(1 + list) * kTeamLine] = 0;
   }
 }
 
-template <class T, int W, int NT, bool SHARES, bool CLUSTER>
+template <class T, int W, int NT, bool SHARES>
 __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
-#if __CUDA_ARCH__ >= 900
-  constexpr bool TOGETHER = CLUSTER;
-#else
-  constexpr bool TOGETHER = false;
-#endif
-  extern __shared__ __align__(16) uint32_t room[];  // of keys, or of scores before; in a cluster of both
+  extern __shared__ __align__(16) uint32_t keys[];  // or scores, before
   __shared__ PickShared sh;
   const int tid = threadIdx.x;
   if (tid == 0) sh.least = ~0u, sh.most = 0;
   sh.bins[2 * tid] = sh.bins[2 * tid + 1] = 0;
-  if constexpr (TOGETHER) {
-    if (tid == 0) {
-      mbar_init(smem_u32(&sh.heard), 1), mbar_init(smem_u32(&sh.told), 1);
-      mbar_init_fence();
-    }
-    __syncwarp();
-    cluster_arrive();
-  }
   if (p.fresh <= 0) wait_for_predecessor();
   launch_dependents();
   // Teams that meet, and may not all be on the device at once, form in the order of starting.
-  if (tid == 0) sh.place = p.in_order && !TOGETHER ? team_place(p.sync) : blockIdx.x;
+  if (tid == 0) sh.place = p.in_order ? team_place(p.sync) : blockIdx.x;
   __syncthreads();
   PickPlace at;
   at.room = team_size(p.kv_heads), at.list = sh.place / p.team, at.rank = sh.place % p.team;
@@ -388,32 +347,21 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   if (tid < sizeof(WorkList) / 4)
     reinterpret_cast<uint32_t*>(&sh.given)[tid] = reinterpret_cast<const uint32_t*>(p.lists + at.list)[tid];
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
-  uint32_t* keys = TOGETHER ? room + pick_scores(p.stride, p.team, at.group) / 4 : room;
-  if constexpr (TOGETHER) {
-    if (tid == 0) mbar_expect_tx(smem_u32(&sh.heard), at.team * at.group * 4), mbar_expect_tx(smem_u32(&sh.told), at.n * 4);
-  }
   if (at.n > 0) {
     ViewRows<T, W, NT, true> view{
         p.block_table + (uint64_t)at.row * p.table_stride, at.entries, at.kv_head,
         (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), tid & 31};
     view.load_queries(static_cast<const T*>(p.q) + ((int64_t)at.row * p.q_heads + at.kv_head * at.group) * W, at.group);
-    if constexpr (SHARES) score_shares<TOGETHER>(p, at, view, reinterpret_cast<float*>(room), sh, out, keys);
+    if constexpr (SHARES) score_shares(p, at, view, reinterpret_cast<float*>(keys), sh, out);
     else score_best(p, at, view, out);
   }
   wait_for_predecessor();  // Who waits for this launch has waited for that one too.
-  if constexpr (TOGETHER) {
-    if (at.rank > 0) return;
-    __syncthreads();
-    mbar_wait(smem_u32(&sh.told), 0);
-    choose_pages<true>(p, at, out, keys, sh);
-    return;
-  }
   __syncthreads();
   if (tid == 0) sh.last = add_acq_rel(p.sync + (1 + at.list) * kTeamLine, 1) == at.team - 1;
   __syncthreads();
   if (!sh.last) return;
   if (SHARES && tid < at.team * at.group) p.masses[((uint64_t)at.list * at.room * at.group + tid) * 2] = 0;
-  choose_pages<false>(p, at, out, keys, sh);
+  choose_pages(p, at, out, keys, sh);
 }
 
 }  // namespace taper
