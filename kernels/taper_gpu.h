@@ -486,6 +486,12 @@ typedef struct TaperPickParams {
   TaperWorkList* work;          // [lists], given the slice of ids
   uint32_t* sync;               // [(1 + lists) * 32], zero before and after
   uint64_t* masses;             // of shares: [lists, team, group, 2], zero before and after
+  // Above 0: pages of so many layers are chosen. What a list is given is the same in all of them; `keys`, `ids`, `work`, `sync` and
+  // `masses` are [layers, lists] where they are [lists] above, and each layer's slices count from its own ids.
+  int32_t layers;
+  int32_t first;            // the first of them, of `queries`
+  const uint64_t* queries;  // [rows], each row's by layer [.., q_heads, width], in place of q
+  const uint64_t* views;    // [layers], in place of view: of bounds beside each other, minima, then maxima
   int32_t rows, q_heads, kv_heads, width, dtype, table_stride;
   int32_t per_block, pitch;  // pitch 0: `width`
   int32_t stride;            // most candidates of a list, at most 32768; of the sum, most pages
@@ -500,6 +506,7 @@ typedef struct TaperPickParams {
   // before those are scored beside it. 0: nothing is read before it has ended.
   int32_t fresh;
   int32_t team;  // thread blocks of the largest team, set by the entry point
+  int32_t team_most;  // at least 1: of no more; 0: as many as suit
   float noise;   // as of TaperSelectParams, where pages have shares
 } TaperPickParams;
 
@@ -837,8 +844,11 @@ typedef struct TaperRopeParams {
   void* q;                // [tokens, q_heads, head_dim]
   void* k;                // cache, [blocks, kv_heads, 64, head_dim]
   void* v;
+  // [tokens], where each token's rotated queries go as well, by layer [.., q_heads, head_dim], or 0; may be null
+  const uint64_t* kept;
   int32_t tokens, q_heads, kv_heads, head_dim;
   int32_t dtype, qkv_dtype;  // of all else, and of qkv
+  int32_t layer;             // of `kept`
 } TaperRopeParams;
 
 // Cosines and sines of positions times frequencies, both times factor. The product is rounded to f32, as

@@ -83,6 +83,11 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams p) {
                                : cache_row(p.k, head - p.q_heads);
   to[lo] = x.pack();
   to[hi] = y.pack();
+  if (p.kept && head < p.q_heads && p.kept[token]) {
+    uint4* also = reinterpret_cast<uint4*>(reinterpret_cast<T*>(p.kept[token]) + ((int64_t)p.layer * p.q_heads + head) * D);
+    also[lo] = x.pack();
+    also[hi] = y.pack();
+  }
 }
 
 // A thread takes one pair of a row.

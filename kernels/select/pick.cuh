@@ -23,6 +23,9 @@ using PickParams = TaperPickParams;
 constexpr int kPickThreads = 512, kPickWarps = kPickThreads / 32, kPickBins = 2 * kPickThreads;
 constexpr int kPickMost = 32768;
 
+// Pages of all layers may be chosen by one launch, where their queries are known before: then there are lists enough to fill
+// the device, and thread blocks that go on by themselves.
+//
 // Thread blocks of a list's team, by the pages that its row sees: a warp for every sixteen of them, up to a whole team.
 __host__ __device__ inline int pick_team(int kv_heads, uint32_t entries) {
   const int most = team_size(kv_heads), wanted = (int)((entries + 16 * kPickWarps - 1) / (16 * kPickWarps));
@@ -48,6 +51,8 @@ struct PickShared {
 // A list, and the block's place in its team.
 struct PickPlace {
   uint32_t team, room, list, rank, row, kv_head, group;  // room: members that a list has room for in scratch
+  uint32_t given;                   // the list's place among its layer's
+  const void *upper, *lower;        // the layer's bounds
   uint32_t entries, begin, end, n;  // pages seen, and the candidates among them
   uint32_t settled;                 // pages from this one on may be in the making until the launch ahead has ended
 };
@@ -83,8 +88,8 @@ __device__ __forceinline__ void score_tiles(const PickParams& p, const PickPlace
       if (begin + first + 16 > at.settled) wait_for_predecessor();
       const uint32_t a = __shfl_sync(~0u, rows, half * 16 + lane / 4), b = __shfl_sync(~0u, rows, half * 16 + lane / 4 + 8);
       typename View::Rows upper, lower;
-      view.fetch_lines(upper, p.view, a, b);
-      view.fetch_lines(lower, p.lower, a, b);
+      view.fetch_lines(upper, at.upper, a, b);
+      view.fetch_lines(lower, at.lower, a, b);
       float c[NT][4] = {};
       view.multiply(c, upper, true);
       view.multiply(c, lower, false);
@@ -236,7 +241,7 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   if (lane == 0) atomicMin(&sh.least, lo), atomicMax(&sh.most, hi);
   __syncthreads();
   lo = sh.least, hi = sh.most;
-  uint32_t need = min(min(p.ks ? p.ks[list] : (uint32_t)p.k, n), (uint32_t)p.capacity);
+  uint32_t need = min(min(p.ks ? p.ks[at.given] : (uint32_t)p.k, n), (uint32_t)p.capacity);
   if (need == 0) lo = ~0u, hi = ~0u;  // No key is above, and none equal is needed.
   if (need == n) lo = 0;
   if (p.noise > 0.f) {
@@ -315,12 +320,12 @@ __device__ __forceinline__ void choose_pages(const PickParams& p, const PickPlac
   }
   __syncthreads();
   if (tid == 0) {
-    p.work[list] = with_pages(p, list, k, sh);
+    p.work[list] = with_pages(p, at.given, k, sh);
     p.sync[(1 + list) * kTeamLine] = 0;
   }
 }
 
-template <class T, int W, int NT, bool SHARES>
+template <class T, int W, int NT, bool SHARES, bool LAYERS>
 __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams p) {
   extern __shared__ __align__(16) uint32_t keys[];  // or scores, before
   __shared__ PickShared sh;
@@ -334,24 +339,33 @@ __global__ void __launch_bounds__(kPickThreads, 1) pick_kernel(const PickParams 
   __syncthreads();
   PickPlace at;
   at.room = team_size(p.kv_heads), at.list = sh.place / p.team, at.rank = sh.place % p.team;
-  at.row = at.list / p.kv_heads, at.kv_head = at.list % p.kv_heads, at.group = p.q_heads / p.kv_heads;
+  const uint32_t lists = p.rows * p.kv_heads, layer = LAYERS ? at.list / lists : 0;
+  at.given = at.list - layer * lists;
+  at.row = at.given / p.kv_heads, at.kv_head = at.given % p.kv_heads, at.group = p.q_heads / p.kv_heads;
+  at.upper = p.view, at.lower = p.lower;
+  const T* queries = static_cast<const T*>(p.q) + (int64_t)at.row * p.q_heads * W;
+  if constexpr (LAYERS) {
+    const T* bounds = reinterpret_cast<const T*>(p.views[layer]);
+    at.upper = bounds + W, at.lower = bounds;
+    queries = reinterpret_cast<const T*>(p.queries[at.row]) + (int64_t)(p.first + layer) * p.q_heads * W;
+  }
   const uint32_t page = kBlock / p.per_block;
   at.entries = min((p.lens[at.row] + page - 1) / page, (uint32_t)p.stride);
-  at.team = pick_team(p.kv_heads, at.entries);
+  at.team = min(pick_team(p.kv_heads, at.entries), p.team);
   if (at.rank >= at.team) return;
-  at.begin = p.begins ? p.begins[at.list] : 0;
-  at.end = min(p.ends ? p.ends[at.list] : at.entries, at.entries);
+  at.begin = p.begins ? p.begins[at.given] : 0;
+  at.end = min(p.ends ? p.ends[at.given] : at.entries, at.entries);
   at.n = at.end > at.begin ? at.end - at.begin : 0;
   at.settled = p.fresh > 0 ? (p.lens[at.row] - min((uint32_t)p.fresh, p.lens[at.row])) / page : ~0u;
   // There by the time one block has to choose.
   if (tid < sizeof(WorkList) / 4)
-    reinterpret_cast<uint32_t*>(&sh.given)[tid] = reinterpret_cast<const uint32_t*>(p.lists + at.list)[tid];
+    reinterpret_cast<uint32_t*>(&sh.given)[tid] = reinterpret_cast<const uint32_t*>(p.lists + at.given)[tid];
   uint32_t* out = p.keys + (int64_t)at.list * p.stride;
   if (at.n > 0) {
     ViewRows<T, W, NT, true> view{
         p.block_table + (uint64_t)at.row * p.table_stride, at.entries, at.kv_head,
         (uint32_t)p.kv_heads, (uint32_t)p.per_block, (uint32_t)(p.pitch ? p.pitch : W), tid & 31};
-    view.load_queries(static_cast<const T*>(p.q) + ((int64_t)at.row * p.q_heads + at.kv_head * at.group) * W, at.group);
+    view.load_queries(queries + at.kv_head * at.group * W, at.group);
     if constexpr (SHARES) score_shares(p, at, view, reinterpret_cast<float*>(keys), sh, out);
     else score_best(p, at, view, out);
   }

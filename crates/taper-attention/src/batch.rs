@@ -1,5 +1,6 @@
 //! One forward pass over a flat batch: stores keys and values, runs each sequence's method, reports.
 
+mod ahead;
 mod decode;
 mod replay;
 mod rotations;
@@ -15,6 +16,8 @@ use crate::report::{PhaseReport, Report};
 use crate::sequence::{By, Held, Phase, Sequence};
 use crate::spec::AttentionSpec;
 use crate::unread::Unread;
+use ahead::Ahead;
+pub(crate) use ahead::All;
 use candle_core::{Result, Tensor, bail};
 use decode::may_lack;
 use rotations::StepRotations;
@@ -69,6 +72,8 @@ pub struct AttentionBatch<'a> {
     catches_up: bool,
     /// Whether the reports are to have nothing of it yet.
     puts_off: bool,
+    /// What is chosen in all layers at once, by the batch's row that it begins with.
+    ahead: Vec<Ahead>,
 }
 
 /// A span, and what of its sequence the step changes, as it was before.
@@ -96,8 +101,8 @@ impl<'a> AttentionBatch<'a> {
         // Of the spans before one that fails, sequences are as they were once this is dropped.
         let (slots, lengths, started) = (Vec::new(), Vec::new(), Vec::with_capacity(spans.len()));
         let rotations = StepRotations::new(rotary, spans.iter().map(|span| span.sequence.prompt));
-        let (catches_up, puts_off) = (false, false);
-        let mut batch = Self { shape, rotations, pool, spans: started, slots, lengths, catches_up, puts_off };
+        let (catches_up, puts_off, ahead) = (false, false, Vec::new());
+        let mut batch = Self { shape, rotations, pool, spans: started, slots, lengths, catches_up, puts_off, ahead };
         for Span { sequence, tokens } in spans {
             let end = sequence.len + tokens;
             let limit = match sequence.phase() {
@@ -112,6 +117,7 @@ impl<'a> AttentionBatch<'a> {
             batch.pool.grow(&mut sequence.table, end)?;
             // What a step ahead took in that nobody asked for.
             batch.pool.unindex(&sequence.table, sequence.len);
+            sequence.queries.cut(sequence.len);
             batch.slots.extend((sequence.len..end).map(|token| sequence.table.slot(token)));
             batch.lengths.extend((sequence.len..end).map(|token| sequence.prompt.max(token + 1) as u32));
             let (report, carries) = (sequence.report.clone(), sequence.carries.clone());
@@ -191,8 +197,8 @@ impl<'a> AttentionBatch<'a> {
 
     /// One layer's share of the batch for a sequence.
     fn part(&mut self, layer: usize) -> (Part<'_>, &mut [Started<'a>]) {
-        let Self { shape, rotations, pool, catches_up, puts_off, spans, .. } = self;
-        (Part { shape: *shape, rotations, pool, layer, catches_up: *catches_up, puts_off: *puts_off }, spans)
+        let Self { shape, rotations, pool, catches_up, puts_off, ahead, spans, .. } = self;
+        (Part { shape: *shape, rotations, pool, layer, catches_up: *catches_up, puts_off: *puts_off, ahead }, spans)
     }
 }
 
@@ -213,13 +219,15 @@ impl LayerAttention for AttentionBatch<'_> {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         self.check(layer, q.dims3()?.0)?;
         self.pool.append(layer, k, v, &self.slots).map_err(candle_core::Error::wrap)?;
-        self.attend_stored(layer, q)
+        self.attend_stored(layer, q, &[])
     }
 
     fn attend_joint(&mut self, layer: usize, qkv: &Tensor, angles: &Tensor) -> Result<Option<Tensor>> {
         self.check(layer, qkv.dim(0)?)?;
-        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots).map_err(candle_core::Error::wrap)?;
-        stored.map(|q| self.attend_stored(layer, &q)).transpose()
+        let keep = self.kept_queries()?;
+        let to = (!keep.is_empty()).then_some(&keep[..]);
+        let stored = self.pool.append_joint(layer, qkv, angles, &self.slots, to).map_err(candle_core::Error::wrap)?;
+        stored.map(|q| self.attend_stored(layer, &q, &keep)).transpose()
     }
 
     fn plain_step(&self) -> Option<PlainStep<'_>> {
@@ -245,6 +253,7 @@ impl LayerAttention for AttentionBatch<'_> {
         for runs in self.spans.chunk_by(|a, b| alike((&*a.sequence, a.tokens), (&*b.sequence, b.tokens))) {
             let chosen = runs[0].sequence.decode_method();
             (runs.len(), &chosen.name, chosen.json.to_string()).hash(&mut hash);
+            self.ahead_of(runs).hash(&mut hash);
         }
         Some(Repeats { kind: hash.finish(), k: self.pool.layer(0).k.clone() })
     }
@@ -305,7 +314,8 @@ impl AttentionBatch<'_> {
     }
 
     /// Attends in a layer whose keys and values are stored.
-    fn attend_stored(&mut self, layer: usize, q: &Tensor) -> Result<Tensor> {
+    /// `kept`: where queries were written to on their way, of each token; empty for none.
+    fn attend_stored(&mut self, layer: usize, q: &Tensor, kept: &[Option<Tensor>]) -> Result<Tensor> {
         let (mut part, mut spans) = self.part(layer);
         let mut outs = Vec::new();
         let mut at = 0;
@@ -317,10 +327,11 @@ impl AttentionBatch<'_> {
             let (here, rest) = spans.split_at_mut(count);
             let tokens = here.iter().map(|span| span.tokens).sum();
             let q = q.narrow(0, at, tokens)?;
+            part.keep_queries(here, &q, kept.get(at..at + tokens).unwrap_or_default())?;
             outs.push(match here {
                 [span] if by != By::DecodeMethod => part.prefill(span.sequence, q, by)?,
                 [span] if span.tokens > 1 => part.decode(span.sequence, &q)?,
-                spans => part.decode_alike(spans, &q)?,
+                spans => part.decode_alike(spans, at, &q)?,
             });
             at += tokens;
             spans = rest;
@@ -328,6 +339,10 @@ impl AttentionBatch<'_> {
         stacked(outs)
     }
 }
+
+/// Last rows of a prompt whose queries are kept: that before the first answer's row, and that before the prompt's last, by which
+/// a [`replay`] of it chooses.
+pub(crate) const PROMPT_QUERIES: usize = 2;
 
 /// One span in one layer.
 struct Part<'a> {
@@ -339,12 +354,39 @@ struct Part<'a> {
     catches_up: bool,
     /// Whether the reports are to have nothing of it yet.
     puts_off: bool,
+    /// As of the batch.
+    ahead: &'a mut Vec<Ahead>,
 }
 
 impl Part<'_> {
     /// What keys a row's random draws.
     fn stream(&self, seed: u64, position: usize) -> Stream {
         Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
+    }
+
+    /// Keeps the queries of spans' rows for methods that choose by the token before: of a part of the prompt those of its last
+    /// rows, behind which the decode method goes on.
+    fn keep_queries(&self, spans: &mut [Started], q: &Tensor, kept: &[Option<Tensor>]) -> Result<()> {
+        let mut at = 0;
+        for Started { sequence, tokens, .. } in spans {
+            let (first, end) = (at, at + *tokens);
+            at = end;
+            if !sequence.keeps_queries() || self.layer < sequence.spec.decode.method.dense_layers() {
+                continue;
+            }
+            if let Some(Some(_)) = kept.get(first) {
+                sequence.queries.written(self.layer, sequence.len)?;
+                continue;
+            }
+            let rows = match sequence.attended_by() {
+                By::DecodeMethod => first..end,
+                _ if sequence.len + *tokens == sequence.first_decoded() => end - (*tokens).min(PROMPT_QUERIES)..end,
+                _ => continue,
+            };
+            let position = sequence.len + rows.start - first;
+            sequence.queries.put(self.layer, position, q.narrow(0, rows.start, rows.len())?.copy()?);
+        }
+        Ok(())
     }
 
     fn prefill(&self, sequence: &mut Sequence, q: Tensor, by: By) -> Result<Tensor> {

@@ -5,7 +5,7 @@
 //! each a slice ends the layer before (attention, projections) and begins the next one (queries, keys, values). Between
 //! two passes the method chooses.
 
-use crate::batch::{prompt_audit, report_prompt};
+use crate::batch::{PROMPT_QUERIES, prompt_audit, report_prompt};
 use crate::layer::AttentionShape;
 use crate::method::{Carry, PrefillChoice};
 use crate::report::Report;
@@ -221,6 +221,7 @@ impl<'a> Chunk<'a> {
         if let (Some(layer), Some((q, k, v))) = (slice.begins, qkv) {
             self.pool.append(layer, &k, &v, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
             set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
+            self.keep_queries(slice, layer, &q)?;
         }
         self.done(slice)
     }
@@ -233,11 +234,24 @@ impl<'a> Chunk<'a> {
     pub fn put_joint(&mut self, slice: &Slice, qkv: &Tensor, angles: &Tensor) -> Result<bool> {
         let Some(layer) = slice.begins else { bail!("a chunk's last pass begins no layer") };
         let stored =
-            self.pool.append_joint(layer, qkv, angles, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
+            self.pool.append_joint(layer, qkv, angles, &self.slots(slice), None).map_err(candle_core::Error::wrap)?;
         let Some(q) = stored else { return Ok(false) };
         set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
+        self.keep_queries(slice, layer, &q)?;
         self.done(slice)?;
         Ok(true)
+    }
+
+    /// Keeps the last rows' queries of the prompt, where its answer chooses by them.
+    fn keep_queries(&mut self, slice: &Slice, layer: usize, q: &Tensor) -> Result<()> {
+        let sequence = &mut *self.sequence;
+        let (method, end) = (&sequence.spec.decode.method, sequence.len + slice.rows.end);
+        if sequence.keeps_queries() && end == sequence.first_decoded() && layer >= method.dense_layers() {
+            let rows = slice.rows.len().min(PROMPT_QUERIES);
+            let q = q.narrow(0, slice.rows.len() - rows, rows)?.copy()?;
+            sequence.queries.put(layer, end - rows, q);
+        }
+        Ok(())
     }
 
     /// Where keys and values of a slice go (`block * 64 + row`).

@@ -74,6 +74,10 @@ impl DecodeMethod for Below {
         self.method.may_lack(keys)
     }
 
+    fn ahead(&self) -> bool {
+        self.method.ahead()
+    }
+
     fn dense_layers(&self) -> usize {
         self.method.dense_layers()
     }
@@ -135,7 +139,8 @@ mod tests {
         let bad = error(json!({ "method": "quest", FIELD: -1 }));
         assert_eq!(bad, "decode.dense_below: must be a whole number at least 0 and at most 1048576; got -1");
         let near = error(json!({ "method": "quest", "dense_bellow": 5 }));
-        let message = "did you mean `dense_below`?; quest takes k, sink, window, dense_layers, page, dense_below";
+        let message =
+            "did you mean `dense_below`?; quest takes k, sink, window, dense_layers, page, ahead, dense_below";
         assert_eq!(near, format!("decode.dense_bellow: unknown field `dense_bellow`, {message}"));
         let dense = error(json!({ "method": "dense", FIELD: 1 }));
         assert_eq!(dense, "decode.dense_below: unknown field `dense_below`; dense takes no parameters");

@@ -16,6 +16,7 @@ pub mod method;
 mod methods;
 mod partition;
 mod probing;
+mod queries;
 mod report;
 mod round;
 mod schema;

@@ -1,5 +1,6 @@
 //! The two seams that a method implements. A method decides what is read; the operations of taper-kernels read it.
 
+use crate::batch::All;
 use crate::layer::AttentionShape;
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
@@ -264,6 +265,11 @@ pub trait DecodeMethod: std::fmt::Debug + Send + Sync {
         0
     }
 
+    /// Whether it chooses by the queries of the tokens before ([`DecodeStep::earlier`]).
+    fn ahead(&self) -> bool {
+        false
+    }
+
     /// So many of the first layers are dense.
     fn dense_layers(&self) -> usize {
         0
@@ -307,6 +313,8 @@ pub use taper_kernels::rotary::Rotations;
 pub struct DecodeStep<'a> {
     /// The rows; their keys and values are in the cache.
     pub batch: Decode<'a>,
+    /// For a method that chooses [ahead](DecodeMethod::ahead), the layer's queries of the tokens before.
+    pub earlier: Option<Earlier<'a>>,
     /// The layer.
     pub layer: usize,
     /// KV heads of the layer.
@@ -366,8 +374,9 @@ impl DecodeStep<'_> {
             return run(self);
         }
         let q = self.batch.q.narrow(0, rows.start, rows.len())?;
+        let earlier = self.earlier.map(|earlier| earlier.some(&rows));
         let batch = Decode { q: &q, kv: self.batch.kv, rows: &self.batch.rows[rows.clone()] };
-        run(&DecodeStep { batch, streams: &self.streams[rows], ..*self })
+        run(&DecodeStep { batch, earlier, streams: &self.streams[rows], ..*self })
     }
 
     /// Runs a method: what it chose, and the outputs `[R, q_heads, head_dim]`.
@@ -403,6 +412,40 @@ impl DecodeStep<'_> {
     /// The rotary embedding of each row's query `[R]`.
     pub fn turns(&self) -> Vec<Rotation> {
         self.batch.rows.iter().map(|row| self.rotation.at(row.visible.end - 1)).collect()
+    }
+}
+
+/// The queries of the tokens before rows.
+#[derive(Clone, Copy)]
+pub struct Earlier<'a> {
+    of: &'a dyn Fn(Range<usize>) -> Result<Tensor>,
+    /// The first of the rows that `of` knows, and how many.
+    rows: (usize, usize),
+    /// On a device, those of all layers, where all are known.
+    all: Option<&'a All>,
+}
+
+impl<'a> Earlier<'a> {
+    /// `of` gives those of some of so many rows.
+    pub(crate) fn new(of: &'a dyn Fn(Range<usize>) -> Result<Tensor>, rows: usize, all: Option<&'a All>) -> Self {
+        Self { of, rows: (0, rows), all }
+    }
+
+    fn some(self, rows: &Range<usize>) -> Self {
+        Self { rows: (self.rows.0 + rows.start, rows.len()), all: None, ..self }
+    }
+
+    /// They `[R, q_heads, head_dim]`, and a row's own where that of the token before is not known.
+    ///
+    /// # Errors
+    /// A device error.
+    pub fn queries(&self) -> Result<Tensor> {
+        (self.of)(self.rows.0..self.rows.0 + self.rows.1)
+    }
+
+    /// What is chosen in all layers at once, where they are known in all.
+    pub(crate) fn all(&self) -> Option<&'a All> {
+        self.all
     }
 }
 
@@ -512,6 +555,11 @@ pub trait Predictor: std::fmt::Debug + Send + Sync {
     /// Whether its indices may lack keys of the window: it chooses alike without them, and to take several in together takes
     /// less than to do so one by one.
     fn may_lack_window(&self) -> bool {
+        false
+    }
+
+    /// As of a [`DecodeMethod`].
+    fn ahead(&self) -> bool {
         false
     }
 

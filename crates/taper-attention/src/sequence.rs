@@ -5,6 +5,7 @@ use crate::beginning::Beginning;
 use crate::chunk::Underway;
 use crate::layer::{AttentionShape, Rotary};
 use crate::method::{Carry, DecodeMethod, PrefillLayer, PrefillMethod};
+use crate::queries::Queries;
 use crate::report::{AttentionUsage, PhaseReport, Report};
 use crate::round::Round;
 use crate::spec::{AttentionSpec, Chosen, Question};
@@ -42,6 +43,8 @@ pub struct Sequence {
     pub(crate) drafting: bool,
     /// What the next drafts of the round read.
     pub(crate) round: Round,
+    /// The latest tokens' queries, where a method [chooses by them](DecodeMethod::ahead).
+    pub(crate) queries: Queries,
 }
 
 /// What the choices of a row came to that is not asked for yet.
@@ -96,6 +99,7 @@ impl Sequence {
             underway: None,
             drafting: false,
             round: Round::default(),
+            queries: Queries::default(),
         }
     }
 
@@ -191,6 +195,17 @@ impl Sequence {
         Arc::ptr_eq(&a.method, &b.method) || a.name == b.name && a.json == b.json
     }
 
+    /// Whether the next tokens' queries are kept: not those of drafts, which are let go as soon as they are checked.
+    pub(crate) fn keeps_queries(&self) -> bool {
+        let drafts = || self.spec.speculate.as_ref()?.method.as_ref();
+        !self.drafting && (self.spec.decode.method.ahead() || drafts().is_some_and(|drafts| drafts.method.ahead()))
+    }
+
+    /// Position of the first token that the decode method attends for.
+    pub(crate) fn first_decoded(&self) -> usize {
+        if self.spec.question == Question::Decode { self.context } else { self.prompt }
+    }
+
     /// What attends for generated tokens.
     pub(crate) fn decode_method(&self) -> &Chosen<dyn DecodeMethod> {
         match &self.spec.speculate {
@@ -252,14 +267,15 @@ impl Sequence {
     /// # Errors
     /// [`KvError::OutOfBlocks`].
     pub fn fork(&self, pool: &mut KvPool, seed: u64) -> std::result::Result<Self, KvError> {
-        Ok(self.copied(pool.fork(&self.table, self.len)?, self.carries.clone(), seed))
+        let queries = self.queries.copied(None)?;
+        Ok(Self { queries, ..self.copied(pool.fork(&self.table, self.len)?, self.carries.clone(), seed) })
     }
 
     /// A copy on other blocks, with draws of its own.
     fn copied(&self, table: BlockTable, carries: Vec<Carry>, seed: u64) -> Self {
         let (spec, report) = (self.spec.clone(), self.report.clone());
-        let (prefix, unread, underway, drafting, round) = Default::default();
-        Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, ..*self }
+        let (prefix, unread, underway, drafting, round, queries) = Default::default();
+        Self { spec, seed, table, prefix, unread, carries, report, underway, drafting, round, queries, ..*self }
     }
 
     /// Gives the blocks back, to [rejoin](Self::rejoin) its prompt later.
@@ -268,6 +284,7 @@ impl Sequence {
         pool.release(&mut self.table);
         self.carries.clear();
         (self.underway, self.drafting, self.round) = (None, false, Round::default());
+        self.queries.cut(0);
         self.len = 0;
     }
 
@@ -291,6 +308,7 @@ impl Sequence {
                 },
             };
             (sequence.len, sequence.taken, sequence.underway) = (prompt.len, prompt.taken, None);
+            sequence.queries = prompt.queries.copied(None)?;
         }
         pool.release(&mut prompt.table);
         Ok(())
@@ -305,7 +323,9 @@ impl Sequence {
             let message = format!("{} of {} prompt tokens are cached; the rest comes first", self.len, self.context);
             return Err(candle_core::Error::Msg(message).into());
         }
-        Ok(self.copied(to.adopt(from, &self.table, self.len)?, Vec::new(), seed))
+        let there = to.layer(0).k;
+        let queries = self.queries.copied(Some((there.device(), there.dtype())))?;
+        Ok(Self { queries, ..self.copied(to.adopt(from, &self.table, self.len)?, Vec::new(), seed) })
     }
 
     /// From here on tokens are attended by the decode method of `spec`, and audited as often as it says.
@@ -341,6 +361,7 @@ impl Sequence {
         let tokens = tokens.clamp(self.prompt.min(self.len), self.len);
         pool.truncate(&mut self.table, tokens)?;
         (self.len, self.underway, self.round) = (tokens, None, Round::default());
+        self.queries.cut(tokens);
         self.unread.clear();
         self.reported = self.reported.min(tokens);
         self.report.truncate(tokens);

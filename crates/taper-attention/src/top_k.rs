@@ -106,6 +106,10 @@ impl DecodeMethod for Method {
         if self.predictor.may_lack_window() { self.window } else { 0 }
     }
 
+    fn ahead(&self) -> bool {
+        self.predictor.ahead()
+    }
+
     fn dense_layers(&self) -> usize {
         self.dense_layers
     }

@@ -204,14 +204,29 @@ impl InplaceOp2 for Append<'_> {
     }
 }
 
+/// Where a layer's queries go besides.
+#[derive(Debug, Clone, Copy)]
+pub struct Keep<'a> {
+    /// For each token memory for its queries of all layers `[layers, q_heads, head_dim]`, of the cache's dtype, if they are kept.
+    pub rows: &'a [Option<Tensor>],
+    /// The layer.
+    pub layer: usize,
+}
+
 /// Writes the keys and values of joint projections `qkv` `[T, (q_heads + 2 kv_heads) head_dim]`, queries first, into the cache
 /// at `slots`, queries and keys rotated by each token's `angles` `[T, head_dim]`, cosines then sines, f32; returns queries
 /// `[T, q_heads, head_dim]` of the cache's dtype. None where there is no such operation: it takes a CUDA device, 16 bits
-/// everywhere, and a head_dim of 64 or 128.
+/// everywhere, and a head_dim of 64 or 128. Where some are to be kept they are written there too.
 ///
 /// # Errors
 /// A shape that differs, or a slot beyond the cache.
-pub fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Option<Tensor>> {
+pub fn append_joint(
+    kv: PagedKv,
+    qkv: &Tensor,
+    angles: &Tensor,
+    slots: &[u32],
+    keep: Option<Keep>,
+) -> Result<Option<Tensor>> {
     let (blocks, _, head_dim) = kv.dims()?;
     let sixteen = |t: &Tensor| matches!(t.dtype(), DType::BF16 | DType::F16);
     if !qkv.device().is_cuda() || !sixteen(kv.k) || !sixteen(qkv) || !CUDA_HEAD_DIMS.contains(&head_dim) {
@@ -221,9 +236,9 @@ pub fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -
         bail!("append: slot {slot} in a cache of {blocks} blocks");
     }
     #[cfg(feature = "cuda")]
-    return Ok(Some(crate::cuda::append_joint(kv, qkv, angles, slots)?));
+    return Ok(Some(crate::cuda::append_joint(kv, qkv, angles, slots, keep)?));
     #[cfg(not(feature = "cuda"))]
-    bail!("append: {angles:?} on a CUDA device without the feature")
+    bail!("append: {angles:?}, {keep:?} on a CUDA device without the feature")
 }
 
 /// Copies block `from` over block `to` within a pool `[blocks, …]`.

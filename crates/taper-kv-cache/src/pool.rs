@@ -544,8 +544,10 @@ impl KvPool {
         qkv: &Tensor,
         angles: &Tensor,
         slots: &[u32],
+        keep: Option<&[Option<Tensor>]>,
     ) -> Result<Option<Tensor>, KvError> {
-        Ok(kv::append_joint(self.layer(layer), qkv, angles, slots)?)
+        let keep = keep.map(|rows| kv::Keep { rows, layer });
+        Ok(kv::append_joint(self.layer(layer), qkv, angles, slots, keep)?)
     }
 
     /// One layer's keys and values.

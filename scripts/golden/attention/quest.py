@@ -30,6 +30,39 @@ def chooser(
     return choose
 
 
+def ahead(q: Array, n: int, k: float, sink: int, window: int, page: int, last=1, whole=True, least=True) -> Choose:
+    """By the queries of the tokens `last` before, those before q's first being zero, and of the pages that are whole without
+    the row's own token; the window is a page long at least."""
+    before = np.concatenate([np.zeros_like(q[:last]), q[: len(q) - last]])
+
+    def choose(own: Array, keys: Array, head: int) -> Array:
+        row, heads = len(keys) - (n - len(q)) - 1, slice(head * len(own), (head + 1) * len(own))
+        seen = keys[: (len(keys) - 1) // page * page] if whole else keys
+        pages = [seen[start : start + page] for start in range(0, len(seen), page)]
+        low, high = (np.array([end(part, axis=0) for part in pages]) for end in [np.min, np.max])
+        rest = between(len(keys), sink, max(window, page) if least else window)
+        of = np.arange(len(keys)) // page
+        candidates = np.intersect1d(np.unique(of[rest]), np.arange(len(pages)))
+        by = before[row, heads]
+        share = importance(bounds(by, low, high))
+        taken = top(share, candidates, math.ceil(count(k, len(keys)) / page), ties=not by.any())
+        return ~rest | np.isin(of, taken)
+
+    return choose
+
+
+def make_ahead(name: str, settings: dict, shape: dict, seed: int) -> None:
+    q, k, v = heads(seed, **shape)
+    args = [q, len(k), *[settings[key] for key in ["k", "sink", "window", "page"]]]
+    wrong = {
+        "its own query": ahead(*args, last=0),
+        "the query before that": ahead(*args, last=2),
+        "the page that is being filled too": ahead(*args, whole=False),
+        "no longer a window": ahead(*args, least=False),
+    }
+    decode(name, settings, (q, k, v), ahead(*args), wrong)
+
+
 def make(name: str, settings: dict, shape: dict, seed: int) -> None:
     args = [settings[key] for key in ["k", "sink", "window", "page"]]
     k, sink, window, page = args
@@ -57,6 +90,9 @@ def main() -> None:
     # Heads as wide and groups as large as those of the models that most serve.
     shape = {"n": 149, "kv_heads": 1, "group": 4, "d": 128, "rows": 2}
     first_clear(lambda seed: make("quest-wide", settings | {"k": 32, "page": 8}, shape, seed))
+    # Rows on both sides of a page's beginning, and a window of half a page.
+    shape = {"n": 290, "kv_heads": 2, "group": 2, "d": 32, "rows": 5}
+    first_clear(lambda seed: make_ahead("quest-ahead", settings | {"window": 8, "ahead": True}, shape, seed))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 use super::{Part, Started, audited, next_row, plain, row, visible};
 use crate::audit;
-use crate::method::{Choice, DecodeMethod, DecodeStep, KeyIndex};
+use crate::method::{Choice, DecodeMethod, DecodeStep, Earlier, KeyIndex};
 use crate::sequence::Sequence;
 use crate::unread::Unread;
 use candle_core::{Result, Tensor};
@@ -94,7 +94,7 @@ impl Part<'_> {
         indices: &[(String, Tensor)],
     ) -> Result<Tensor> {
         let (choice, out) =
-            self.with_step(&rows_at(sequence, positions.clone()), q, indices, |step| step.run(method))?;
+            self.with_step(&rows_at(sequence, positions.clone()), q, (indices, None), |step| step.run(method))?;
         let seen = positions.clone().map(|position| visible(self.shape, position)).collect();
         self.report(sequence, Unread::new(self.layer, &choice, seen, sequence.traced())?)?;
         self.audit(sequence, method, (q, &out), positions, indices)?;
@@ -103,7 +103,7 @@ impl Part<'_> {
 
     /// What the next token of a sequence reads, and the indices that choosing took: as its method chooses, or, among drafts,
     /// as the first of their round chose.
-    fn choose(&mut self, sequence: &mut Sequence, q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
+    fn choose(&mut self, sequence: &mut Sequence, at: usize, q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
         let next = sequence.len;
         if let Some((held, seen)) = sequence.round.held(self.layer, next) {
             let batch = Decode { q, kv: self.pool.layer(self.layer), rows: &[next_row(self.shape, sequence)] };
@@ -111,7 +111,7 @@ impl Part<'_> {
                 return Ok((selection.into(), Vec::new()));
             }
         }
-        let (choice, indices) = self.choose_anew(&[&*sequence], q)?;
+        let (choice, indices) = self.choose_anew(&[&*sequence], at, q)?;
         // A choice that takes no looking at keys is no better for being kept.
         if sequence.keeps_choices() && plain(self.shape, sequence).is_none() {
             sequence.round.hold(self.layer, choice.selection.clone(), next + 1);
@@ -119,16 +119,20 @@ impl Part<'_> {
         Ok((choice, indices))
     }
 
-    /// One token of each sequence, chosen for and read together. `q` `[spans, q_heads, head_dim]`.
-    pub(super) fn decode_alike(&mut self, spans: &mut [Started], q: &Tensor) -> Result<Tensor> {
+    /// One token of each sequence, chosen for and read together, from the row `first` of the batch on. `q`
+    /// `[spans, q_heads, head_dim]`.
+    pub(super) fn decode_alike(&mut self, spans: &mut [Started], first: usize, q: &Tensor) -> Result<Tensor> {
         let (mut choices, mut known) = (Vec::new(), Vec::new());
         let mut at = 0;
         while at < spans.len() {
             let count = self.chosen_together(&spans[at..]);
             let (here, q) = (&mut spans[at..at + count], q.narrow(0, at, count)?);
             let (choice, indices) = match &mut *here {
-                [span] => self.choose(span.sequence, &q)?,
-                here => self.choose_anew(&here.iter().map(|span| &*span.sequence).collect::<Vec<_>>(), &q)?,
+                [span] => self.choose(span.sequence, first + at, &q)?,
+                here => {
+                    let sequences: Vec<&Sequence> = here.iter().map(|span| &*span.sequence).collect();
+                    self.choose_anew(&sequences, first + at, &q)?
+                }
             };
             let seen = here.iter().map(|span| visible(self.shape, span.sequence.len)).collect();
             let traced = here.iter().any(|span| span.sequence.traced());
@@ -177,36 +181,74 @@ impl Part<'_> {
         rows.enumerate().take_while(fits).count()
     }
 
-    /// What the next token of each sequence reads by the method that they share, and the indices that choosing took.
-    fn choose_anew(&mut self, sequences: &[&Sequence], q: &Tensor) -> Result<(Choice, Vec<(String, Tensor)>)> {
+    /// What the next token of each sequence reads by the method that they share, and the indices that choosing took. `at`: the
+    /// batch's row that is the first of them.
+    fn choose_anew(
+        &mut self,
+        sequences: &[&Sequence],
+        at: usize,
+        q: &Tensor,
+    ) -> Result<(Choice, Vec<(String, Tensor)>)> {
         let method = sequences[0].decode_method().method.clone();
+        let layer = self.layer;
+        if layer >= method.dense_layers()
+            && let Some(all) = self.all_layers(sequences, at)?
+        {
+            let indices = vec![all.index(layer)];
+            let rows: Vec<_> = sequences.iter().map(|&sequence| (sequence, sequence.len)).collect();
+            let choice = self.with_step(&rows, q, (&indices, Some(at)), |step| step.choose(&*method))?;
+            return Ok((choice, indices));
+        }
         let tables: Vec<_> = sequences.iter().map(|sequence| (&sequence.table, sequence.len + 1)).collect();
         let seen: Vec<_> = sequences.iter().map(|sequence| row(self.shape, sequence, sequence.len)).collect();
         let indices = self.indices(&*method, &seen, sequences[0].prompt, &tables)?;
         let rows: Vec<_> = sequences.iter().map(|&sequence| (sequence, sequence.len)).collect();
-        let choice = self.with_step(&rows, q, &indices, |step| step.choose(&*method))?;
+        let choice = self.with_step(&rows, q, (&indices, None), |step| step.choose(&*method))?;
         Ok((choice, indices))
     }
 
-    /// Runs something on rows, each a sequence's token at a position. Those of several sequences are turned alike: a rotary
+    /// Runs something on rows, each a sequence's token at a position; if they are chosen for in all layers at once, from that row
+    /// of the batch on. Those of several sequences are turned alike: a rotary
     /// embedding that heeds the length has rows of one sequence only.
     fn with_step<T>(
         &self,
         rows: &[(&Sequence, usize)],
         q: &Tensor,
-        indices: &[(String, Tensor)],
+        (indices, ahead): (&[(String, Tensor)], Option<usize>),
         run: impl FnOnce(&DecodeStep) -> Result<T>,
     ) -> Result<T> {
         let streams: Vec<Stream> = rows.iter().map(|&(sequence, at)| self.stream(sequence.seed, at)).collect();
         let seen: Vec<DecodeRow> = rows.iter().map(|&(sequence, at)| row(self.shape, sequence, at)).collect();
+        let before = |some: Range<usize>| self.queries_before(rows, q, some);
+        let all = ahead.and_then(|at| self.ahead.iter().find(|ahead| ahead.at == at)).map(|ahead| &ahead.of);
+        let asks = rows.first().is_some_and(|(sequence, _)| sequence.decode_method().method.ahead());
         run(&DecodeStep {
             batch: Decode { q, kv: self.pool.layer(self.layer), rows: &seen },
+            earlier: asks.then(|| Earlier::new(&before, rows.len(), all)),
             layer: self.layer,
             kv_heads: self.shape.kv_heads,
             streams: &streams,
             indices,
             rotation: self.rotations.of(rows[0].0.prompt),
         })
+    }
+
+    /// The queries of the tokens before some of the rows; a row's own of `q` where that is not known.
+    pub(super) fn queries_before(&self, rows: &[(&Sequence, usize)], q: &Tensor, some: Range<usize>) -> Result<Tensor> {
+        let of = |(row, &(sequence, at)): (usize, &(&Sequence, usize))| {
+            let before = at.checked_sub(1).filter(|&before| self.was_asked(sequence, before));
+            let known = before.map(|before| sequence.queries.at(self.layer, before)).transpose()?.flatten();
+            known.map_or_else(|| q.narrow(0, row, 1), Ok)
+        };
+        stacked(rows.iter().enumerate().take(some.end).skip(some.start).map(of).collect::<Result<_>>()?)
+    }
+
+    /// Whether a token's query counts for the one after it: not where its row read what it read whatever the queries, since
+    /// a step of such rows on a device hands over none.
+    pub(super) fn was_asked(&self, sequence: &Sequence, position: usize) -> bool {
+        let row = [row(self.shape, sequence, position)];
+        let plain = || sequence.spec.decode.method.plain(&row, self.shape.kv_heads).is_some();
+        position < sequence.first_decoded() || !plain()
     }
 
     /// Takes what rows chose into the report.
@@ -233,7 +275,7 @@ impl Part<'_> {
             return Ok(());
         }
         let rows = rows_at(sequence, positions.clone());
-        let errors = self.with_step(&rows, q, indices, |step| audit::decode(step, out, &audited))?;
+        let errors = self.with_step(&rows, q, (indices, None), |step| audit::decode(step, out, &audited))?;
         let report = sequence.decode_report();
         report.add_errors(&errors, method.promise());
         if let Some(trace) = &mut report.trace {

@@ -3,8 +3,9 @@
 use super::{Part, Sequence, StepRotations, row};
 use crate::audit;
 use crate::layer::{AttentionShape, Rotary};
-use crate::method::DecodeStep;
+use crate::method::{DecodeStep, Earlier};
 use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 use taper_kernels::decode::{Budget, Decode, DecodeRow, Selection, attend};
 use taper_kernels::philox::Stream;
 use taper_kv_cache::KvPool;
@@ -40,7 +41,7 @@ pub fn replay(
         bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
     }
     let rotations = &StepRotations::new(rotary, [sequence.prompt]);
-    let mut part = Part { shape, rotations, pool, layer, catches_up: true, puts_off: false };
+    let mut part = Part { shape, rotations, pool, layer, catches_up: true, puts_off: false, ahead: &mut Vec::new() };
     let method = sequence.spec.decode.method.clone();
     let indices = part.indices(&*method, &[], sequence.prompt, &[(&sequence.table, end)])?;
     let row = row(shape, sequence, end - 1);
@@ -49,8 +50,12 @@ pub fn replay(
     let dense = attend(&dense, &Selection::dense(1, shape.kv_heads), None)?;
     let (rows, streams): (Vec<DecodeRow>, Vec<Stream>) =
         seeds.iter().map(|&seed| (row.clone(), part.stream(seed, end - 1))).unzip();
+    let q = q.repeat((seeds.len(), 1, 1))?;
+    let rows_at: Vec<(&Sequence, usize)> = seeds.iter().map(|_| (sequence, end - 1)).collect();
+    let before = |some: Range<usize>| part.queries_before(&rows_at, &q, some);
     let step = DecodeStep {
-        batch: Decode { q: &q.repeat((seeds.len(), 1, 1))?, kv, rows: &rows },
+        batch: Decode { q: &q, kv, rows: &rows },
+        earlier: method.ahead().then(|| Earlier::new(&before, rows_at.len(), None)),
         layer,
         kv_heads: shape.kv_heads,
         streams: &streams,

@@ -175,6 +175,10 @@ impl DecodeMethod for Santa {
         self.within.method.may_lack(keys)
     }
 
+    fn ahead(&self) -> bool {
+        self.within.method.ahead()
+    }
+
     fn indexed_from(&self) -> usize {
         self.within.method.indexed_from()
     }

@@ -4,6 +4,7 @@ use super::*;
 use crate::artifacts::{Sizes, noise, written};
 use crate::{AttentionBatch, AttentionShape, AttentionSpec, LayerAttention, ModelKey, Rotary, Sequence, Span};
 
+mod ahead;
 mod behind;
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -182,7 +182,7 @@ impl KeyIndex for ValueNorms {
 }
 
 /// The bounds of each page's keys.
-static BOUNDS: Quest = Quest { page: PAGE };
+static BOUNDS: Quest = Quest { page: PAGE, ahead: false };
 
 #[derive(Debug)]
 struct VAttention {
@@ -283,6 +283,10 @@ impl DecodeMethod for VAttention {
         // What is certain follows from the bounds of all keys.
         let may = self.tail == Tail::Clt && self.top.method.may_lack_window();
         if may { self.window.of(keys) } else { 0 }
+    }
+
+    fn ahead(&self) -> bool {
+        self.top.method.ahead()
     }
 
     fn promise(&self) -> Option<(f64, f64)> {

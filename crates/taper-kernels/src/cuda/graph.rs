@@ -98,7 +98,7 @@ impl StepInputs {
     /// # Errors
     /// As of [`crate::kv::append_joint`].
     pub fn append(&self, kv: PagedKv, qkv: &Tensor) -> Result<Tensor> {
-        append_joint_at(kv, qkv, &self.angles, &self.slots)
+        append_joint_at(kv, qkv, &self.angles, &self.slots, None)
     }
 
     /// Attends for queries `[R, q_heads, head_dim]`; `plan` is made by the first layer. Returns `[R, q_heads, head_dim]` as the

@@ -7,7 +7,7 @@ use super::ffi::{
 };
 use super::op::Op;
 use super::project::rows;
-use crate::kv::{BLOCK_TOKENS, PagedKv};
+use crate::kv::{BLOCK_TOKENS, Keep, PagedKv};
 use candle_core::{DType, Device, Tensor};
 
 /// Cosines and then sines of each position times each of the frequencies, all times `factor`: `[positions, 2 frequencies]`,
@@ -48,18 +48,47 @@ pub fn angles(positions: &[u32], frequencies: &[f32], factor: f32, device: &Devi
 ///
 /// # Errors
 /// Shapes or dtypes that differ; head_dim other than 64 and 128.
-pub(crate) fn append_joint(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &[u32]) -> Result<Tensor> {
+pub(crate) fn append_joint(
+    kv: PagedKv,
+    qkv: &Tensor,
+    angles: &Tensor,
+    slots: &[u32],
+    keep: Option<Keep>,
+) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let tokens = qkv.dim(0)?;
     op.check(slots.len() == tokens, "slots", slots.len(), tokens)?;
-    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?)
+    append_joint_at(kv, qkv, angles, &op.kept(slots, [tokens])?, keep)
+}
+
+/// Where each row's queries of all layers begin `[R]`, i64, of tensors `[layers, q_heads, head_dim]` of a dtype; 0 for none.
+pub(super) fn addresses<'a>(
+    op: &Op,
+    rows: impl IntoIterator<Item = Option<&'a Tensor>>,
+    (layers, q_heads, head_dim): (usize, usize, usize),
+    dtype: DType,
+) -> Result<Tensor> {
+    let address = |row: Option<&Tensor>| -> Result<i64> {
+        let Some(row) = row else { return Ok(0) };
+        let least = row.dims().first().is_some_and(|&of| of >= layers);
+        op.check(least, "queries", format_args!("{:?}", row.dims()), format_args!("{layers} layers of them"))?;
+        Ok(op.at::<u8>("queries", row, dtype, [row.dims()[0], q_heads, head_dim])? as i64)
+    };
+    let all = rows.into_iter().map(address).collect::<Result<Vec<_>>>()?;
+    op.kept(&all, [all.len()])
 }
 
 /// The same at slots on the device `[T]`, u32.
 ///
 /// # Errors
 /// As [`append_joint`].
-pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots: &Tensor) -> Result<Tensor> {
+pub(super) fn append_joint_at(
+    kv: PagedKv,
+    qkv: &Tensor,
+    angles: &Tensor,
+    slots: &Tensor,
+    keep: Option<Keep>,
+) -> Result<Tensor> {
     let op = Op::new("append_joint", "qkv", qkv)?;
     let (blocks, kv_heads, head_dim) = kv.dims()?;
     let (tokens, width) = qkv.dims2()?;
@@ -73,6 +102,13 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
     )?;
     let (dtype, pool) = (kv.k.dtype(), [blocks, kv_heads, BLOCK_TOKENS, head_dim]);
     let q = op.empty((tokens, q_heads, head_dim), dtype)?;
+    let kept = match keep {
+        None => None,
+        Some(Keep { rows, layer }) => {
+            op.check(rows.len() == tokens, "keep", rows.len(), tokens)?;
+            Some(addresses(&op, rows.iter().map(Option::as_ref), (layer + 1, q_heads, head_dim), dtype)?)
+        }
+    };
     let p = TaperRopeParams {
         qkv: op.at("qkv", qkv, qkv.dtype(), [tokens, width])?,
         angles: op.at("angles", angles, DType::F32, [tokens, head_dim])?,
@@ -80,12 +116,14 @@ pub(super) fn append_joint_at(kv: PagedKv, qkv: &Tensor, angles: &Tensor, slots:
         q: op.at("q", &q, dtype, [tokens, q_heads, head_dim])?,
         k: op.at("kv.k", kv.k, dtype, pool)?,
         v: op.at("kv.v", kv.v, dtype, pool)?,
+        kept: op.maybe("keep", kept.as_ref(), DType::I64, [tokens])?,
         tokens: op.int("qkv", tokens)?,
         q_heads: op.int("qkv", q_heads)?,
         kv_heads: op.int("kv", kv_heads)?,
         head_dim: op.int("kv", head_dim)?,
         dtype: op.dtype("kv", dtype)?,
         qkv_dtype: op.dtype("qkv", qkv.dtype())?,
+        layer: op.int("keep", keep.map_or(0, |keep| keep.layer))?,
     };
     // SAFETY: every address was checked against the shapes given beside it, and slots lie within the cache.
     unsafe { op.launch(taper_rope, &p) }?;

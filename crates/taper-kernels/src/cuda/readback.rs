@@ -99,6 +99,12 @@ impl Readback {
         })
     }
 
+    /// So many of them from one on, a multiple of four.
+    pub fn part(&self, start: usize, words: usize) -> Result<Self> {
+        let before = self.before.as_ref().map(|before| before.narrow(0, start, words)).transpose()?;
+        Ok(Self { page: self.page.clone(), start: self.start + start, words, before })
+    }
+
     /// They, as a tensor to be written.
     pub fn tensor(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         let words = match &self.before {

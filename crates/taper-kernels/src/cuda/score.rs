@@ -8,7 +8,9 @@ use super::ffi::{
     self, TaperGroupSelectParams, TaperLseParams, TaperPagesParams, TaperPickParams, TaperScoreParams,
     TaperSelectParams, TaperSharesParams,
 };
+use super::layer::addresses;
 use super::op::{self, Op};
+use super::readback::Readback;
 use super::sample::Scratch;
 use crate::CUDA_HEAD_DIMS;
 use crate::decode::Over;
@@ -389,42 +391,90 @@ pub(super) fn picks(max_len: usize, page: usize, (q_heads, kv_heads): (usize, us
     pages <= PICK_MOST && own * (q_heads / kv_heads) * size_of::<f32>() <= PICK_SCORES
 }
 
+/// What pages are picked by, in one layer or in several at once.
+#[derive(Clone, Copy)]
+pub(super) enum Pages<'a> {
+    /// By the batch's queries against these bounds.
+    Own(&'a Tensor),
+    /// The same by queries of tokens before, of which no more is asked than that lists are what they are beside others.
+    Earlier(&'a Tensor),
+    /// By the queries of each row `[layers, q_heads, head_dim]`, from the `first` layer on, against each layer's bounds.
+    Layers { queries: &'a [Tensor], first: usize, bounds: &'a [Tensor] },
+}
+
+/// Thread blocks that share a list of pages which are chosen ahead: few, since there are lists for all layers; where one has no
+/// room for the scores of a group, as many as have.
+fn team_ahead(max_len: usize, page: usize, group: usize) -> usize {
+    let tiles = max_len.div_ceil(page).div_ceil(16);
+    tiles.div_ceil((PICK_SCORES / (16 * group * size_of::<f32>())).max(1)).max(1)
+}
+
 /// As [`select`] by the scores of pages, which are scored and chosen in one launch; see [`picks`]. `k` is the most, `ks` how
-/// many of each list `[lists]`, u32, `noise` what sampling costs in squared shares of pages.
+/// many of each list `[lists]`, u32, `noise` what sampling costs in squared shares of pages. Lists of each layer.
 pub(super) fn pick_pages(
     op: &Op,
     batch: &Batch,
-    bounds: &Tensor,
+    pages: Pages,
     between: Between,
     (k, ks, noise): (usize, &Tensor, Option<f32>),
     (longest, over): (usize, Over),
-) -> Result<Lists> {
+) -> Result<Vec<Lists>> {
     let Dims { rows, q_heads, kv_heads, head_dim, blocks, tables, stride, dtype } = batch.dims(op)?;
-    let at = ViewAt::new(op, View::Pages(bounds), &CUDA_HEAD_DIMS, (blocks, kv_heads))?;
-    op.check(at.width == head_dim && at.dtype == dtype, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
+    let bounds = match pages {
+        Pages::Own(bounds) | Pages::Earlier(bounds) => std::slice::from_ref(bounds),
+        Pages::Layers { bounds, .. } => bounds,
+    };
+    let of = |bounds: &Tensor| ViewAt::new(op, View::Pages(bounds), &CUDA_HEAD_DIMS, (blocks, kv_heads));
+    let views = bounds.iter().map(of).collect::<Result<Vec<_>>>()?;
+    let [at, ..] = &views[..] else { return Err(op.error("view", 0, "at least one")) };
+    let same = views.iter().all(|of| of.width == head_dim && of.dtype == dtype && of.per_block == at.per_block);
+    op.check(same, "view", at.width, format_args!("{head_dim} of {dtype:?}"))?;
     let Between { lists, begins, ends } = between;
     lists.fits(op, rows, kv_heads)?;
-    let page = BLOCK_TOKENS / at.per_block;
+    let (page, layers) = (BLOCK_TOKENS / at.per_block, bounds.len());
     let (count, most) = (rows * kv_heads, batch.max_len.div_ceil(page));
     op.check(most <= PICK_MOST, "max_len", batch.max_len, format_args!("{PICK_MOST} pages of {page}"))?;
-    let capacity = k.clamp(1, most);
-    let ids = op.lent((count, capacity), DType::U32)?;
-    let (told, work) = Lists::told(op, count)?;
-    let scratch = Scratch::kept(batch.q, rows, q_heads, kv_heads)?;
+    // Of a layer, on 16 bytes.
+    let capacity = k.clamp(1, most).next_multiple_of(4);
+    let ids = match layers {
+        1 => op.lent((count, capacity), DType::U32)?,
+        // Each layer's are held apart from the others'.
+        _ => op.empty((layers * count, capacity), DType::U32)?.into(),
+    };
+    let told = Readback::new(op, layers * count * WORDS)?;
+    let work = told.tensor((layers * count, WORDS))?;
+    let scratch = Scratch::kept(batch.q, layers * rows, q_heads, kv_heads)?;
+    let (of_layers, of_rows, first) = match pages {
+        Pages::Own(_) | Pages::Earlier(_) => (None, None, 0),
+        Pages::Layers { queries, first, .. } => {
+            op.check(queries.len() == rows, "queries", queries.len(), rows)?;
+            let addresses = addresses(op, queries.iter().map(Some), (first + layers, q_heads, head_dim), dtype)?;
+            let views: Vec<i64> = views.iter().map(|view| view.lower as i64).collect();
+            (Some(op.kept(&views, [layers])?), Some(addresses), first)
+        }
+    };
     let p = TaperPickParams {
         q: op.at("q", batch.q, dtype, [rows, q_heads, head_dim])?,
         view: at.upper.cast(),
         lower: at.lower.cast(),
+        layers: if of_layers.is_some() { op.int("view", layers)? } else { 0 },
+        first: op.int("view", first)?,
+        queries: op.maybe("queries", of_rows.as_ref(), DType::I64, [rows])?,
+        views: op.maybe("view", of_layers.as_ref(), DType::I64, [layers])?,
+        team_most: match pages {
+            Pages::Own(_) => 0,
+            _ => op.int("team", team_ahead(batch.max_len, page, q_heads / kv_heads))?,
+        },
         block_table: op.at("tables", batch.tables, DType::U32, [tables, stride])?,
         lens: op.at("lens", batch.lens, DType::U32, [rows])?,
         begins: op.at("between", &begins, DType::U32, [count])?,
         ends: op.at("between", &ends, DType::U32, [count])?,
         ks: op.at("k", ks, DType::U32, [count])?,
         lists: op.at("between", &lists.work, DType::U32, [count, WORDS])?,
-        keys: op.room("pick-keys", count * most, DType::U32)?,
-        ids: op.at("ids", &ids, DType::U32, [count, capacity])?,
-        work: op.at("work", &work, DType::U32, [count, WORDS])?,
-        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + count, 32])?,
+        keys: op.room("pick-keys", layers * count * most, DType::U32)?,
+        ids: op.at("ids", &ids, DType::U32, [layers * count, capacity])?,
+        work: op.at("work", &work, DType::U32, [layers * count, WORDS])?,
+        sync: op.at("scratch", &scratch.sync, DType::U32, [2 + layers * count, 32])?,
         masses: op.at("scratch", &scratch.sums, DType::I64, scratch.sums.dims())?,
         rows: op.int("q", rows)?,
         q_heads: op.int("q", q_heads)?,
@@ -450,7 +500,16 @@ pub(super) fn pick_pages(
     };
     // SAFETY: every address was checked against the shapes given beside it.
     unsafe { op.launch(ffi::taper_pick, &p) }?;
-    Ok(Lists { work, told, token_ids: Some(ids), token_shift: page.trailing_zeros(), ..lists })
+    let lists = Lists { token_shift: page.trailing_zeros(), ..lists };
+    if layers == 1 {
+        return Ok(vec![Lists { work, told: Some(told), token_ids: Some(ids), ..lists }]);
+    }
+    let of_layer = |layer: usize| {
+        let part = |t: &Tensor| t.narrow(0, layer * count, count);
+        let told = told.part(layer * count * WORDS, count * WORDS)?;
+        Ok(Lists { work: part(&work)?, told: Some(told), token_ids: Some(part(&ids)?.into()), ..lists.clone() })
+    };
+    (0..layers).map(of_layer).collect()
 }
 
 #[cfg(test)]

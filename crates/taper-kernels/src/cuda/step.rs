@@ -12,10 +12,10 @@ mod project;
 mod sample;
 mod values;
 
-pub(crate) use choose::{Scored, scores, top_p, top_paying};
+pub(crate) use choose::{LayersChosen, Scored, choose_ahead, scores, top_p, top_paying};
 pub(crate) use index::{
-    bounds, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms, extend_quantized,
-    labels, probe, quantized,
+    bounds, bounds_ahead, equal_bits, extend_bounds, extend_clusters, extend_codes, extend_labels, extend_norms,
+    extend_quantized, labels, probe, quantized,
 };
 pub(crate) use project::{KeptTurns, OnDevice, per_head, products};
 pub(crate) use sample::{sample, sample_certain, sample_some};
@@ -291,7 +291,9 @@ pub(crate) fn attend(batch: &Decode, selection: &Selection) -> Result<Tensor> {
 /// [`crate::decode::stacked`].
 pub(crate) fn stacked(parts: &[Tensor]) -> Result<Tensor> {
     let Some(first) = parts.first() else { return Err(Error::parameter("stacked", "parts", 0, "at least one")) };
-    Op::new("stacked", "parts", first)?.stacked(parts)
+    let op = Op::new("stacked", "parts", first)?;
+    let parts = parts.iter().map(|part| cast(&op, part, first.dtype())).collect::<Result<Vec<_>>>()?;
+    op.stacked(&parts)
 }
 
 /// The streams of some rows, on the device.

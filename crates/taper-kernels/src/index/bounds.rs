@@ -3,7 +3,7 @@
 //! Source: Quest (Tang et al. 2024, arXiv:2406.10774), section 3.2.
 
 use super::{Extend, Lookup, Part, dims, for_each_part};
-use crate::decode::{Decode, HeadScores, Importance, Kept, Over, Page, pass};
+use crate::decode::{Decode, DecodeRow, HeadScores, Importance, Kept, Over, Page, Selection, pass};
 use crate::kv::{BLOCK_TOKENS, KvElement, with_kv_element};
 use crate::simd::{Isa, Simd, dispatch};
 use candle_core::{Result, Storage, Tensor, bail};
@@ -75,6 +75,104 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
     Ok(Importance::of_scores(page, heads.len(), |i| heads[i].as_ref(), over))
 }
 
+/// The same by queries `earlier` `[R, q_heads, head_dim]` of the tokens before the rows' own, of the pages that were whole
+/// before these: of the page that a row's own token is written to nothing is asked, nor what has its share.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn importance_ahead(
+    batch: &Decode,
+    earlier: &Tensor,
+    index: &Tensor,
+    wanted: &[bool],
+    over: Over,
+) -> Result<Importance> {
+    let (rows, _, kv_heads, _) = batch.dims()?;
+    if earlier.dims() != batch.q.dims() || wanted.len() != rows * kv_heads {
+        bail!("bounds: earlier queries {:?}, {} heads wanted of {:?}", earlier.dims(), wanted.len(), batch.q.dims());
+    }
+    #[cfg(feature = "cuda")]
+    if batch.q.device().is_cuda() {
+        check(batch, index, wanted)?;
+        return Ok(Importance::of_scored(crate::cuda::step::bounds_ahead(batch, earlier, index, wanted)?, over));
+    }
+    let page = BLOCK_TOKENS / index.dim(2)?.max(1);
+    let whole: Vec<DecodeRow> = batch.rows.iter().map(|row| whole(row, page)).collect();
+    let wanted: Vec<bool> =
+        wanted.iter().enumerate().map(|(i, wanted)| *wanted && !whole[i / kv_heads].visible.is_empty()).collect();
+    importance(&Decode { q: earlier, kv: batch.kv, rows: &whole }, index, &wanted, over)
+}
+
+/// What pages of several layers are chosen by at once.
+#[derive(Debug, Clone, Copy)]
+pub struct Layers<'a> {
+    /// Of each row the queries of the token before, in the cache's dtype `[layers, q_heads, head_dim]`.
+    pub queries: &'a [Tensor],
+    /// The first of the layers.
+    pub first: usize,
+    /// The bounds of each, from the first one on.
+    pub bounds: &'a [Tensor],
+}
+
+/// Pages that were chosen in several layers at once.
+#[derive(Debug)]
+pub struct Ahead {
+    /// Pages that were looked at in each row and layer, over all KV heads.
+    pub scored: Vec<usize>,
+    #[cfg(feature = "cuda")]
+    layers: crate::cuda::step::LayersChosen,
+}
+
+impl Ahead {
+    /// What the batch's rows read in a layer, counted from the first.
+    ///
+    /// # Errors
+    /// A layer that is not there; a device error.
+    pub fn of(&self, _layer: usize, _batch: &Decode) -> Result<Selection> {
+        #[cfg(feature = "cuda")]
+        return Ok(self.layers.of(_layer, _batch)?);
+        #[cfg(not(feature = "cuda"))]
+        bail!("bounds: pages of several layers are chosen on a CUDA device alone")
+    }
+}
+
+/// As [`importance_ahead`] and [`top_paying`](crate::decode::top_paying) in one, for several layers at once, of which `batch` is
+/// any; none where there is no such operation.
+///
+/// # Errors
+/// Shapes or dtypes that differ.
+pub fn choose_ahead(
+    _batch: &Decode,
+    _layers: Layers,
+    (_wanted, _over): (&[bool], Over),
+    _fixed: (usize, usize),
+    _k: (&[usize], Option<f32>),
+) -> Result<Option<Ahead>> {
+    #[cfg(feature = "cuda")]
+    if let (true, [index, ..]) = (_batch.q.device().is_cuda(), _layers.bounds) {
+        check(_batch, index, _wanted)?;
+        let of = (_layers.queries, _layers.first, _layers.bounds);
+        let Some(layers) = crate::cuda::step::choose_ahead(_batch, of, (_wanted, _over), _fixed, _k)? else {
+            return Ok(None);
+        };
+        let (page, kv_heads) = (BLOCK_TOKENS / index.dim(2)?, _batch.kv.k.dim(1)?);
+        let choosable = _batch.rows.iter().all(|row| row.visible.start == 0);
+        let of = |(row, wanted): (&DecodeRow, &[bool])| {
+            let heads = wanted.iter().filter(|wanted| **wanted && choosable).count();
+            heads * (row.visible.end.saturating_sub(1) / page)
+        };
+        let scored = _batch.rows.iter().zip(_wanted.chunks(kv_heads)).map(of).collect();
+        return Ok(Some(Ahead { scored, layers }));
+    }
+    Ok(None)
+}
+
+/// A row that sees the pages which are whole without its own token.
+fn whole<'a>(row: &DecodeRow<'a>, page: usize) -> DecodeRow<'a> {
+    let Range { start, end } = row.visible;
+    DecodeRow { table: row.table, visible: start..(end.saturating_sub(1) / page * page).max(start) }
+}
+
 fn check(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<()> {
     let (rows, _, kv_heads, d) = batch.dims()?;
     if wanted.len() != rows * kv_heads || index.dim(3)? != 2 * d {
@@ -91,7 +189,7 @@ fn scores(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<(usize, Vec
     let q = super::queries(batch)?;
     let (storage, _) = index.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else { bail!("bounds: only the CPU is built in") };
-    let pages = |row: &crate::decode::DecodeRow| row.visible.start / page..row.visible.end.div_ceil(page);
+    let pages = |row: &DecodeRow| row.visible.start / page..row.visible.end.div_ceil(page);
     let spans: Vec<_> = batch.rows.iter().flat_map(|row| std::iter::repeat_n(pages(row), kv_heads)).collect();
     let (isa, scale) = (Isa::best(), 1.0 / (d as f32).sqrt());
     let heads = with_kv_element!(index.dtype(), T => {

@@ -382,7 +382,7 @@ const OPERATIONS: &[(&str, Operation)] = &[
     ("codes of keys", |s, g| last_blocks(&s.codes(g))),
     ("clusters of keys", |s, g| last_blocks(&s.clusters(g))),
     ("joint projections", |s, g| {
-        let q = kv::append_joint(s.kv(), &g.joint, &g.angles, &s.slots(TOKENS - 10, TOKENS)).unwrap();
+        let q = kv::append_joint(s.kv(), &g.joint, &g.angles, &s.slots(TOKENS - 10, TOKENS), None).unwrap();
         [bits(&q.expect("an operation for 16 bits")), last_blocks(&s.k), last_blocks(&s.v)].concat()
     }),
     ("copied blocks", |s, _| {

@@ -222,7 +222,7 @@ fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
             let joint = x.reshape((tokens, (q_heads + 2 * kv_heads) * d)).unwrap();
             let on = |t: &Tensor, dtype| t.to_dtype(dtype).unwrap().to_device(&device).unwrap();
             let angles = Tensor::from_vec(angles, (tokens, d), &Device::Cpu).unwrap();
-            let q = kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots);
+            let q = kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots, None);
             let q = q.unwrap().expect("an operation for 16 bits on the device");
             assert_eq!(q.dtype(), cache);
             let turned = |heads: std::ops::Range<usize>| {
@@ -244,7 +244,8 @@ fn joint_projections_are_rotated_and_stored_as_the_cpu_does_it_one_by_one() {
             let known = |t: &Tensor| -> Vec<f64> { elements(t).into_iter().filter(|x| !x.is_nan()).collect() };
             below(relative_of(&known(&caches.cuda.0), &known(&caches.cpu.0)), LIMIT, &what);
             assert!(
-                kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots[1..]).is_err()
+                kv::append_joint(caches.on_cuda(), &on(&joint, from), &on(&angles, DType::F32), &slots[1..], None)
+                    .is_err()
             );
         }
     }

@@ -26,6 +26,10 @@ impl DecodeMethod for UpToDate {
         self.0.indices()
     }
 
+    fn ahead(&self) -> bool {
+        self.0.ahead()
+    }
+
     fn dense_layers(&self) -> usize {
         self.0.dense_layers()
     }

@@ -301,6 +301,10 @@ impl DecodeMethod for Watched {
     fn indices(&self) -> Vec<&dyn KeyIndex> {
         self.method.indices()
     }
+
+    fn ahead(&self) -> bool {
+        self.method.ahead()
+    }
 }
 
 /// SAAP's own setting, a sink, a window of 2,047 and so many clusters, is what is read exactly beside the sample.

@@ -4,6 +4,7 @@ use super::project::{self as through, centroids, forward, key_products, turns_at
 use super::{Chosen, Scored, Step};
 use crate::cuda::error::Result;
 use crate::cuda::index::{self as kernels, Limits, Metadata, Span, Tokens};
+use crate::cuda::layer::cast;
 use crate::cuda::op::Op;
 use crate::cuda::project::{self, Turns, cached_rows};
 use crate::cuda::score::{Between, View};
@@ -157,6 +158,13 @@ pub(crate) fn extend_clusters(
         let products = key_products(&op, of, &rows.keys(&op, k, unrotate)?)?;
         kernels::nearest(&products, &rows.tokens(), &ids)
     })
+}
+
+/// [`crate::index::bounds::importance_ahead`], whose checks the caller has made.
+pub(crate) fn bounds_ahead(batch: &Decode, earlier: &Tensor, index: &Tensor, wanted: &[bool]) -> Result<Scored> {
+    let op = Op::new("bounds", "q", batch.q)?;
+    let earlier = cast(&op, earlier, batch.kv.k.dtype())?;
+    Ok(Scored::by_bounds_ahead(Step::new(&op, batch)?, index, earlier, &super::wanted(batch.rows, wanted)))
 }
 
 /// [`crate::index::bounds::importance`], whose checks the caller has made.
