@@ -17,25 +17,32 @@ DEV = "cuda"
 class Pick:
     """The k pages of each list whose bounds score best, best head of a group counting; `shares`: that hold
     the largest share of the mass by their bounds, all heads of a group counting, or of any by
-    MAX_SHARE_OF_GROUP; and with `noise` only those that are cheaper to read than to sample around."""
+    MAX_SHARE_OF_GROUP; and with `noise` only those that are cheaper to read than to sample around. `ahead`: of several layers
+    at once, (first, each row's queries [layers, q_heads, width], each layer's lower bounds)."""
 
     def __init__(self, cache, q, view, lower, lists, k=1, begins=None, ends=None, ks=None, capacity=None, shares=False,
-                 target=t.BLOCKS, pitch=0, fresh=0, noise=0.0, reduce=t.SUM_OF_GROUP):
+                 target=t.BLOCKS, pitch=0, fresh=0, noise=0.0, reduce=t.SUM_OF_GROUP, team=0, ahead=None):
         rows, q_heads, width = q.shape
         count, dev, per_block = rows * cache.kv_heads, q.device, view.shape[2] if view.dim() == 4 else 1
         page = 64 // per_block
         stride, capacity = (max(cache.lens) + page - 1) // page, capacity or k
         i32 = lambda *s: torch.full(s, -1, dtype=torch.int32, device=dev)
-        self.keys, self.ids, self.work = i32(count, stride), i32(count, capacity), torch.full_like(lists, -1)
-        self.sync = torch.zeros(1 + count, 32, dtype=torch.int32, device=dev)
+        first, queries, lowers = ahead or (0, [], [])
+        addresses = lambda of: torch.tensor([x.data_ptr() for x in of], device=dev) if of else None
+        all_of = count * max(len(lowers), 1)
+        self.keys, self.ids = i32(all_of, stride), i32(all_of, capacity)
+        self.work = torch.full((all_of, 16), -1, dtype=lists.dtype, device=dev)
+        self.sync = torch.zeros(1 + all_of, 32, dtype=torch.int32, device=dev)
+        self.held = queries, lowers
         group = q_heads // cache.kv_heads
-        self.masses = torch.zeros(count, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
+        self.masses = torch.zeros(all_of, t.team_size(cache.kv_heads), group, 2, dtype=torch.int64, device=dev)
         self.p = PickParams(
             q=q, view=view, lower=lower, **cache.where, lens=torch.tensor(cache.lens, dtype=torch.int32, device=dev),
             begins=begins, ends=ends, ks=ks, lists=lists, keys=self.keys, ids=self.ids, work=self.work,
             sync=self.sync, masses=self.masses, rows=rows, q_heads=q_heads, width=width, dtype=q.dtype, per_block=per_block,
             pitch=pitch, stride=stride, capacity=capacity, k=k, reduce=reduce if shares else t.MAX_OF_GROUP, target=target,
-            scale=width**-0.5, fresh=fresh, noise=noise)
+            scale=width**-0.5, fresh=fresh, noise=noise, team_most=team, layers=len(lowers), first=first,
+            queries=addresses(queries), views=addresses(lowers))
 
     def __call__(self):
         call("taper_pick", self.p)
@@ -184,6 +191,8 @@ def check_shares(report, small):
         name = f"{dtype} d{d} kv {kv} group {group} pages of {page}"
         report(f"pick by shares {name}", bad + repeats, 0.5)
         report(f"pick beside an append {name}", beside_append(f, cache, lo, page, 2 if small else 50), 0.5)
+        at = (i32(begins), i32(ends), i32(ks))
+        report(f"pick of several layers {name}", of_layers(cache, q, fixed, k, at, (page, noise), 2 if small else 20), 0.5)
         shift = page.bit_length() - 1
         plan = t.Decode(cache, q, work, token_ids=f.ids, token_shift=shift)
         plan.plan()
@@ -194,6 +203,32 @@ def check_shares(report, small):
             want = attend64(q[i:i + 1], *cache.dense(i), read)[0][0]
             err = max(err, rel(plan.out[i], want))
         report(f"attention over them {name}", err)
+
+
+def of_layers(cache, q, fixed, k, at, page_noise, times):
+    """How often lists of several layers at once differ from each layer's own."""
+    (page, noise), (rows, q_heads, d), layers, bad = page_noise, q.shape, 3, 0
+    queries = [torch.randn(1 + layers, q_heads, d, device=DEV, dtype=q.dtype) for _ in range(rows)]
+    bounds = [paged_bounds(torch.randn_like(cache.k), page) for _ in range(layers)]
+    for more in (dict(), dict(noise=noise, reduce=t.MAX_SHARE_OF_GROUP)):
+        how = dict(shares=True, target=t.TOKENS, pitch=2 * d, **more)
+        alone = [Pick(cache, torch.stack([x[1 + i] for x in queries]), hi, lo, fixed, k, *at, team=1, **how)
+                 for i, (hi, lo, _) in enumerate(bounds)]
+        for one in alone:
+            one()
+        together = [Pick(cache, q, bounds[0][0], bounds[0][1], fixed, k, *at, team=team, **how,
+                         ahead=(1, queries, [lo for _, lo, _ in bounds])) for team in (1, 2)]
+        for f in together:
+            for _ in range(times):
+                f.ids.fill_(-1), f.work.fill_(-1)
+                f()
+                # Teams of other sizes add in another order.
+                if f is together[0]:
+                    bad += int(not torch.equal(f.ids, torch.cat([one.ids for one in alone])))
+                    bad += int(not torch.equal(f.work, torch.cat([one.work for one in alone])))
+                bad += int(bool(f.sync.any()) or bool(f.masses.any()))
+        bad += int((together[0].ids == together[1].ids).float().mean() < 0.9)
+    return bad
 
 
 def beside_append(f, cache, lower, page, times):

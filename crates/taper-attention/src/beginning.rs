@@ -1,6 +1,6 @@
 //! What a prompt begins with, as far as other prompts may take it over.
 
-use crate::spec::AttentionSpec;
+use crate::spec::{AttentionSpec, Question};
 use std::sync::Arc;
 use taper_kernels::kv::BLOCK_TOKENS;
 use taper_kv_cache::{KvPool, PrefixKey};
@@ -31,7 +31,9 @@ impl Beginning {
         let length = if heeds_length { tokens.len() } else { 0 };
         // The salt comes last: what is before it ends where it says itself.
         let seed = format!("{} {} {length} {salt}", chosen.name, chosen.json);
-        let most = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
+        // Nor is a token whose query chooses for the first of a question.
+        let by_decode = spec.question == Question::Decode && spec.decode.method.ahead();
+        let most = (if by_decode { context } else { tokens.len() }).saturating_sub(1) / BLOCK_TOKENS;
         let keys = PrefixKey::chain(seed.as_bytes(), &tokens[..context]);
         let mut beginning = Self { spec: Arc::clone(spec), context, keys, most };
         beginning.keys.truncate(beginning.reusable(beginning.keys.len()));

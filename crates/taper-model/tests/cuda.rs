@@ -79,6 +79,10 @@ impl DecodeMethod for Apart {
         self.0.indices()
     }
 
+    fn ahead(&self) -> bool {
+        self.0.ahead()
+    }
+
     fn dense_layers(&self) -> usize {
         self.0.dense_layers()
     }
@@ -127,6 +131,10 @@ fn generated(run: &Run, decode: &Value, artifacts: &Artifacts, audit: bool) -> (
 fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
     let quest =
         |page: usize| json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": page, "dense_layers": 1 });
+    let ahead = |mut pages: Value| {
+        pages["ahead"] = json!(true);
+        pages
+    };
     let ranked = |name: &str| json!({ "method": name, "k": 0.2, "sink": 2, "window": 20, "dense_layers": 1 });
     let probing = |name: &str| json!({ "method": name, "probes": 12, "sink": 2, "window": 20, "dense_layers": 1 });
     let oracle = json!({ "method": "oracle_top_k", "k": 0.2, "sink": 2, "window": 20 });
@@ -141,6 +149,10 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
         json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "dense_below": 258 }),
         quest(4),
         quest(64),
+        ahead(quest(16)),
+        ahead(quest(64)),
+        sampling(ahead(json!({ "method": "quest", "page": 64 }))),
+        sampling(ahead(json!({ "method": "quest" }))),
         oracle,
         sampling(json!({ "method": "oracle" })),
         sampling(json!({ "method": "quest" })),
@@ -184,7 +196,14 @@ fn a_step_by_its_graph_gives_the_same_bits_and_the_same_report() {
             let steps = graph_steps() - before;
             println!("{of}, {decode}: {steps} steps of 60 by a graph");
             // Steps in which indices catch up, here every 17th, have graphs of their own.
-            let least = if decode.to_string().contains("hash_attention") { 25 } else { 30 };
+            let has = |of: &str| decode.to_string().contains(of);
+            let least = if has("ahead") {
+                15
+            } else if has("hash_attention") {
+                25
+            } else {
+                30
+            };
             assert!(steps >= least, "{of}, {decode}: {steps} steps by a graph");
             for (i, (a, b)) in plain.iter().zip(&by_graph).enumerate() {
                 assert!(a.iter().all(|x| x.is_finite()) && a == b, "{of}, {decode}: row {i}");
@@ -204,6 +223,7 @@ fn many_rows_go_by_a_graph_as_well() {
     let methods = [
         json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": 16 }),
         json!({ "method": "vattention", "sink": 16, "window": 16, "pilot_tokens": 16 }),
+        json!({ "method": "quest", "k": 0.2, "sink": 2, "window": 20, "page": 64, "ahead": true }),
     ];
     for (run, decode) in models().iter().flat_map(|run| methods.iter().map(move |decode| (run, decode))) {
         let of = format!("{} in {:?}, {decode}", run.model.config().name, run.dtype);

@@ -1,5 +1,6 @@
 //! Every decode method on a CUDA device against the CPU: there must be one, a build with the feature has no other way to pass.
 
+mod ahead;
 mod offload;
 
 use super::prefill::{every_sparse, over_delta, sparse};
