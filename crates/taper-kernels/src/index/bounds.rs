@@ -80,8 +80,8 @@ pub fn importance(batch: &Decode, index: &Tensor, wanted: &[bool], over: Over) -
 ///
 /// # Errors
 /// Shapes or dtypes that differ.
-pub fn importance_ahead(
-    batch: &Decode,
+pub fn importance_ahead<'a>(
+    batch: &Decode<'a>,
     earlier: &Tensor,
     index: &Tensor,
     wanted: &[bool],
@@ -97,9 +97,15 @@ pub fn importance_ahead(
         return Ok(Importance::of_scored(crate::cuda::step::bounds_ahead(batch, earlier, index, wanted)?, over));
     }
     let page = BLOCK_TOKENS / index.dim(2)?.max(1);
-    let whole: Vec<DecodeRow> = batch.rows.iter().map(|row| whole(row, page)).collect();
+    // A row that sees no such page keeps a token, which nobody looks at.
+    let pages: Vec<Range<usize>> = batch.rows.iter().map(|row| whole(&row.visible, page)).collect();
+    let seen = |(row, pages): (&DecodeRow<'a>, &Range<usize>)| {
+        let Range { start, end } = *pages;
+        DecodeRow { table: row.table, visible: start..end.max(start + 1) }
+    };
+    let whole: Vec<DecodeRow> = batch.rows.iter().zip(&pages).map(seen).collect();
     let wanted: Vec<bool> =
-        wanted.iter().enumerate().map(|(i, wanted)| *wanted && !whole[i / kv_heads].visible.is_empty()).collect();
+        wanted.iter().enumerate().map(|(i, wanted)| *wanted && !pages[i / kv_heads].is_empty()).collect();
     importance(&Decode { q: earlier, kv: batch.kv, rows: &whole }, index, &wanted, over)
 }
 
@@ -167,10 +173,10 @@ pub fn choose_ahead(
     Ok(None)
 }
 
-/// A row that sees the pages which are whole without its own token.
-fn whole<'a>(row: &DecodeRow<'a>, page: usize) -> DecodeRow<'a> {
-    let Range { start, end } = row.visible;
-    DecodeRow { table: row.table, visible: start..(end.saturating_sub(1) / page * page).max(start) }
+/// What a row sees of the pages that are whole without its own token.
+fn whole(visible: &Range<usize>, page: usize) -> Range<usize> {
+    let Range { start, end } = *visible;
+    start..(end.saturating_sub(1) / page * page).max(start)
 }
 
 fn check(batch: &Decode, index: &Tensor, wanted: &[bool]) -> Result<()> {

@@ -180,3 +180,24 @@ fn a_prompt_in_slices_leaves_its_last_query() {
         assert!(whole[200 * width..] == own[..]);
     }
 }
+
+/// Rows that see no whole page yet read everything, beside others that choose.
+#[test]
+fn a_context_shorter_than_a_page_is_read_whole() {
+    let shape = AttentionShape { layers: 1, ..shape(2, 64, None) };
+    let input = Input::random(shape, 210);
+    let run = |decode: Value| {
+        run_in(&json!({ "decode": decode }), &Artifacts::default(), (shape, DType::F32), &input, 207, 4096).0.remove(0)
+    };
+    for page in [4, 16, 64] {
+        let ahead = json!({ "method": "quest", "k": 4, "sink": 1, "window": 2, "page": page, "dense_layers": 0, "ahead": true });
+        let (dense, ahead) = (run(json!("dense")), run(ahead));
+        let rows = |out: &[f32], rows: std::ops::Range<usize>| {
+            let width = shape.q_heads * shape.head_dim;
+            out[rows.start * width..rows.end * width].to_vec()
+        };
+        let error = relative(&rows(&ahead, 0..page), &rows(&dense, 0..page));
+        assert!(error < 1e-6, "pages of {page}: {error}");
+        assert!(relative(&rows(&ahead, 200..210), &rows(&dense, 200..210)) > 1e-2, "pages of {page}");
+    }
+}
