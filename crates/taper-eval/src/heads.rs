@@ -11,7 +11,7 @@ use crate::method::{Method, Phase};
 use crate::table::{Style, draw};
 use crate::train::capture::Capture;
 use crate::train::{Corpus, Progress, TrainError};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor, bail};
 use serde_json::{Value, json};
 use statrs::distribution::{Binomial, DiscreteCDF};
 use std::sync::Arc;
@@ -158,12 +158,15 @@ pub fn heads(
     let mut capture = Capture::new(model, length)?;
     for (index, tokens) in corpus.sequences().iter().take(plan.texts).enumerate() {
         progress.begins(&format!("text {index}"), plan.layers.len() * specs.len());
-        let mut queries = vec![Vec::new(); plan.layers.len()];
+        // Of each layer the last token's, and the one's before it.
+        let mut queries = vec![[Vec::new(), Vec::new()]; plan.layers.len()];
         let (last, width) = (tokens.len() - 1, shape.q_heads * shape.head_dim);
         let mut see = |layer: usize, start: usize, q: &[f32], _: &[f32]| {
             let place = plan.layers.iter().position(|&wanted| wanted == layer).expect("only wanted layers are shown");
-            if (start..start + q.len() / width).contains(&last) {
-                queries[place] = q[(last - start) * width..][..width].to_vec();
+            for (back, to) in queries[place].iter_mut().enumerate() {
+                if let Some(at) = last.checked_sub(back).filter(|at| (start..start + q.len() / width).contains(at)) {
+                    *to = q[(at - start) * width..][..width].to_vec();
+                }
             }
         };
         let mut sequence = capture.hold(tokens, &plan.layers, &mut see, &|| progress.stopped())?;
@@ -173,9 +176,11 @@ pub fn heads(
                     return Err(TrainError::Stopped);
                 }
                 sequence.decode_by(spec);
-                let mut attend = |q: &Tensor, seeds: &[u64]| {
-                    let q = q.to_device(model.device())?;
-                    replay((shape, model.rotary(), capture.pool()), &sequence, layer, &q, seeds)
+                let mut attend = |[q, before]: [Option<Tensor>; 2], seeds: &[u64]| {
+                    let of = |q: Option<Tensor>| q.map(|q| q.to_device(model.device())).transpose();
+                    let (Some(q), before) = (of(q)?, of(before)?) else { bail!("layer {layer} showed no last query") };
+                    let model = (shape, model.rotary(), capture.pool());
+                    replay(model, &sequence, layer, (&q, before.as_ref()), seeds)
                 };
                 let drawn = head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?;
                 let placed = |(head, tally)| Tally { place: Place { text: index, layer, head }, ..tally };
@@ -209,12 +214,12 @@ struct Tally {
     decided: Vec<(f32, Budget)>,
 }
 
-/// The draws of every query head of one layer.
+/// The draws of every query head of one layer, by the last token's queries and those of the one before, if there is one.
 fn head_by_head(
     shape: &AttentionShape,
     plan: &HeadsPlan,
-    q: &[f32],
-    attend: &mut dyn FnMut(&Tensor, &[u64]) -> Result<Replay>,
+    queries: &[Vec<f32>; 2],
+    attend: &mut dyn FnMut([Option<Tensor>; 2], &[u64]) -> Result<Replay>,
 ) -> Result<Vec<Tally>> {
     let AttentionShape { q_heads, kv_heads, head_dim: d, .. } = *shape;
     let group = q_heads / kv_heads;
@@ -222,11 +227,15 @@ fn head_by_head(
     // Alone, a query head stands in the place of every other that shares its KV head.
     for turn in 0..if plan.alone { group } else { 1 } {
         let source = |head: usize| if plan.alone { head / group * group + turn } else { head };
-        let rows: Vec<f32> = (0..q_heads).flat_map(|head| &q[source(head) * d..][..d]).copied().collect();
-        let q = Tensor::from_vec(rows, (1, q_heads, d), &Device::Cpu)?;
+        let of = |q: &Vec<f32>| {
+            let rows: Vec<f32> = (0..q_heads).flat_map(|head| &q[source(head) * d..][..d]).copied().collect();
+            Tensor::from_vec(rows, (1, q_heads, d), &Device::Cpu)
+        };
+        let known = |q: &Vec<f32>| (!q.is_empty()).then(|| of(q)).transpose();
+        let q = [known(&queries[0])?, known(&queries[1])?];
         let seeds: Vec<u64> = (0..plan.draws as u64).map(|draw| plan.seed.wrapping_add(draw)).collect();
         for seeds in seeds.chunks(TOGETHER) {
-            let drawn = attend(&q, seeds)?;
+            let drawn = attend(q.clone(), seeds)?;
             for draw in 0..seeds.len() {
                 for head in (0..q_heads).filter(|head| !plan.alone || head % group == 0) {
                     tallies[source(head)].add(&drawn, draw * q_heads + head, draw * kv_heads + head / group);

@@ -25,7 +25,8 @@ pub struct Replay {
 }
 
 /// Attends by the sequence's decode method for its last cached token in one layer, with queries `q`
-/// `[1, q_heads, head_dim]`, f32, after the rotary embedding, once for each seed. The sequence is left as it is.
+/// `[1, q_heads, head_dim]`, f32, after the rotary embedding, once for each seed. A method that chooses by the queries of the
+/// token before is given these, alike, or finds the last token's own. The sequence is left as it is.
 ///
 /// # Errors
 /// An empty sequence, queries of another shape, a layer that is not there; a device error.
@@ -33,12 +34,17 @@ pub fn replay(
     (shape, rotary, pool): (AttentionShape, &dyn Rotary, &mut KvPool),
     sequence: &Sequence,
     layer: usize,
-    q: &Tensor,
+    (q, before): (&Tensor, Option<&Tensor>),
     seeds: &[u64],
 ) -> Result<Replay> {
     let end = sequence.len;
-    if end == 0 || layer >= shape.layers || q.dims() != [1, shape.q_heads, shape.head_dim] {
-        bail!("replay: queries {:?} in layer {layer} of a sequence of {end} tokens; the model has {shape:?}", q.dims());
+    let fits = |q: &Tensor| q.dims() == [1, shape.q_heads, shape.head_dim];
+    if end == 0 || layer >= shape.layers || !fits(q) || !before.is_none_or(fits) {
+        let before = before.map(Tensor::dims);
+        bail!(
+            "replay: queries {:?}, before {before:?}, in layer {layer} of a sequence of {end} tokens; the model has {shape:?}",
+            q.dims()
+        );
     }
     let rotations = &StepRotations::new(rotary, [sequence.prompt]);
     let mut part = Part { shape, rotations, pool, layer, catches_up: true, puts_off: false, ahead: &mut Vec::new() };
@@ -50,12 +56,11 @@ pub fn replay(
     let dense = attend(&dense, &Selection::dense(1, shape.kv_heads), None)?;
     let (rows, streams): (Vec<DecodeRow>, Vec<Stream>) =
         seeds.iter().map(|&seed| (row.clone(), part.stream(seed, end - 1))).unzip();
-    let q = q.repeat((seeds.len(), 1, 1))?;
-    let rows_at: Vec<(&Sequence, usize)> = seeds.iter().map(|_| (sequence, end - 1)).collect();
-    let before = |some: Range<usize>| part.queries_before(&rows_at, &q, some);
+    let before = |some: Range<usize>| before.unwrap_or(q).repeat((some.len(), 1, 1));
+    let q = &q.repeat((seeds.len(), 1, 1))?;
     let step = DecodeStep {
-        batch: Decode { q: &q, kv, rows: &rows },
-        earlier: method.ahead().then(|| Earlier::new(&before, rows_at.len(), None)),
+        batch: Decode { q, kv, rows: &rows },
+        earlier: method.ahead().then(|| Earlier::new(&before, rows.len(), None)),
         layer,
         kv_heads: shape.kv_heads,
         streams: &streams,

@@ -39,6 +39,21 @@ fn dense_errs_nowhere_and_a_narrow_window_does() {
 }
 
 #[test]
+fn a_choice_ahead_goes_by_the_token_before() {
+    let model = model();
+    let quest = |ahead: bool| {
+        json!({ "method": "quest", "page": 4, "k": 8, "sink": 1, "window": 4, "dense_layers": 0, "ahead": ahead })
+    };
+    let rows = |length, methods: &[Value]| heads(&model, &corpus(length), &plan(methods, false), &mut ()).unwrap();
+    let [own, before] = <[_; 2]>::try_from(rows(60, &[quest(false), quest(true)])).unwrap();
+    // Pages of the same size are read, others for some heads, and the window ends at another place than the page does.
+    assert!(own.squares != before.squares && own.rms > 1e-3 && before.rms > 1e-3, "{own:?} {before:?}");
+    assert!((own.density - before.density).abs() < 0.1, "{own:?} {before:?}");
+    let first = rows(1, &[quest(true)]);
+    assert_eq!((first[0].density, first[0].rms), (1.0, 0.0), "no token stands before the first");
+}
+
+#[test]
 fn a_promise_is_counted_and_alone_no_head_reads_more() {
     let model = model();
     let top = json!({ "method": "oracle" });

@@ -347,7 +347,7 @@ fn draws_are_replayed_on_a_device() {
     batch.finish().unwrap();
     let q = part(&input.q, PROMPT - 1, 1);
     let Replay { errors, keys, budgets, .. } =
-        replay((SHAPE, &rotary, &mut pool), &sequence, 0, &q, &[1, 2, 3]).unwrap();
+        replay((SHAPE, &rotary, &mut pool), &sequence, 0, (&q, None), &[1, 2, 3]).unwrap();
     assert_eq!((errors.len(), keys.len(), budgets.unwrap().len()), (18, 6, 18));
     assert!(errors.iter().all(|error| *error < 1.0), "{errors:?}");
 }

@@ -76,7 +76,7 @@ impl Head {
         batch.attend(0, &self.q.repeat((N, 1, 1)).unwrap(), &tensor(&self.k), &tensor(&self.v)).unwrap();
         batch.finish().unwrap();
         let seeds: Vec<u64> = (0..DRAWS as u64).collect();
-        replay((shape, &rotary, &mut pool), &sequence, 0, &self.q, &seeds).unwrap()
+        replay((shape, &rotary, &mut pool), &sequence, 0, (&self.q, None), &seeds).unwrap()
     }
 }
 

@@ -275,7 +275,7 @@ impl Clustered {
         batch.attend(0, &self.input.q, &self.input.k, &self.input.v).unwrap();
         batch.finish().unwrap();
         let q = self.input.q.narrow(0, n - 1, 1).unwrap();
-        let found = replay((self.shape, &rotary, &mut pool), &sequence, 0, &q, seeds).unwrap();
+        let found = replay((self.shape, &rotary, &mut pool), &sequence, 0, (&q, None), seeds).unwrap();
         (found, watched.seen.lock().unwrap().clone())
     }
 }
