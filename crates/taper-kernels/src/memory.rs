@@ -57,7 +57,7 @@ struct Chunk {
     /// On a large page's boundary.
     first: *mut Line,
     /// What frees them; read and written through the pointer alone.
-    _lines: Vec<Line>,
+    _bytes: Vec<u8>,
 }
 
 // SAFETY: whoever takes some lines is the only one to write them, once, before others can see them.
@@ -67,9 +67,11 @@ unsafe impl Sync for Chunk {}
 impl Chunk {
     /// Of zeros.
     fn new(lines: usize) -> Self {
-        let mut all = zeros::<Line>(lines + LARGE_PAGE / size_of::<Line>());
+        // Bytes: of what begins with a line, Rust clears the system's zeros itself, on small pages.
+        let mut all = zeros::<u8>(lines * size_of::<Line>() + LARGE_PAGE);
         let first = all.as_mut_ptr();
-        Self { first: first.wrapping_byte_add(first.addr().next_multiple_of(LARGE_PAGE) - first.addr()), _lines: all }
+        let first = first.wrapping_add(first.addr().next_multiple_of(LARGE_PAGE) - first.addr());
+        Self { first: first.cast(), _bytes: all }
     }
 }
 
@@ -122,6 +124,23 @@ mod tests {
             let zeros = super::zeros::<u16>(len);
             assert!(zeros.len() == len && zeros.iter().all(|x| *x == 0));
         }
+    }
+
+    /// Else they lie on small pages already when large ones are asked for.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn nobody_touches_a_chunk_before_what_it_is_for() {
+        let chunk = Chunk::new(CHUNK / size_of::<Line>());
+        let mut pages = vec![0u8; CHUNK / 4096];
+        let resident = |pages: &mut [u8]| {
+            // SAFETY: a place for each of the chunk's pages, or for more where pages are larger.
+            assert_eq!(unsafe { libc::mincore(chunk.first.cast(), CHUNK, pages.as_mut_ptr()) }, 0);
+            pages.iter().filter(|&page| page & 1 == 1).count()
+        };
+        assert_eq!(resident(&mut pages.clone()), 0);
+        // SAFETY: nobody else has the chunk.
+        unsafe { chunk.first.cast::<u8>().add(CHUNK / 2).write(1) };
+        assert!(resident(&mut pages) > 0);
     }
 
     #[test]

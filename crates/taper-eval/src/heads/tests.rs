@@ -41,9 +41,7 @@ fn dense_errs_nowhere_and_a_narrow_window_does() {
 #[test]
 fn a_choice_ahead_goes_by_the_token_before() {
     let model = model();
-    let quest = |ahead: bool| {
-        json!({ "method": "quest", "page": 4, "k": 8, "sink": 1, "window": 4, "dense_layers": 0, "ahead": ahead })
-    };
+    let quest = |ahead: bool| json!({ "method": "quest", "page": 4, "k": 8, "sink": 1, "window": 4, "dense_layers": 0, "ahead": ahead });
     let rows = |length, methods: &[Value]| heads(&model, &corpus(length), &plan(methods, false), &mut ()).unwrap();
     let [own, before] = <[_; 2]>::try_from(rows(60, &[quest(false), quest(true)])).unwrap();
     // Pages of the same size are read, others for some heads, and the window ends at another place than the page does.
