@@ -11,7 +11,7 @@ use crate::method::{Method, Phase};
 use crate::table::{Style, draw};
 use crate::train::capture::Capture;
 use crate::train::{Corpus, Progress, TrainError};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 use serde_json::{Value, json};
 use statrs::distribution::{Binomial, DiscreteCDF};
 use std::sync::Arc;
@@ -176,11 +176,9 @@ pub fn heads(
                     return Err(TrainError::Stopped);
                 }
                 sequence.decode_by(spec);
-                let mut attend = |[q, before]: [Option<Tensor>; 2], seeds: &[u64]| {
-                    let of = |q: Option<Tensor>| q.map(|q| q.to_device(model.device())).transpose();
-                    let (Some(q), before) = (of(q)?, of(before)?) else { bail!("layer {layer} showed no last query") };
-                    let model = (shape, model.rotary(), capture.pool());
-                    replay(model, &sequence, layer, (&q, before.as_ref()), seeds)
+                let mut attend = |q: &Tensor, seeds: &[u64]| {
+                    let q = q.to_device(model.device())?.chunk(q.dim(0)?, 0)?;
+                    replay((shape, model.rotary(), capture.pool()), &sequence, layer, (&q[0], q.get(1)), seeds)
                 };
                 let drawn = head_by_head(&shape, plan, q, &mut attend).map_err(TrainError::compute(layer))?;
                 let placed = |(head, tally)| Tally { place: Place { text: index, layer, head }, ..tally };
@@ -214,12 +212,12 @@ struct Tally {
     decided: Vec<(f32, Budget)>,
 }
 
-/// The draws of every query head of one layer, by the last token's queries and those of the one before, if there is one.
+/// The draws of every query head of one layer, by the last token's queries and, if there is a token before, that one's.
 fn head_by_head(
     shape: &AttentionShape,
     plan: &HeadsPlan,
     queries: &[Vec<f32>; 2],
-    attend: &mut dyn FnMut([Option<Tensor>; 2], &[u64]) -> Result<Replay>,
+    attend: &mut dyn FnMut(&Tensor, &[u64]) -> Result<Replay>,
 ) -> Result<Vec<Tally>> {
     let AttentionShape { q_heads, kv_heads, head_dim: d, .. } = *shape;
     let group = q_heads / kv_heads;
@@ -227,15 +225,13 @@ fn head_by_head(
     // Alone, a query head stands in the place of every other that shares its KV head.
     for turn in 0..if plan.alone { group } else { 1 } {
         let source = |head: usize| if plan.alone { head / group * group + turn } else { head };
-        let of = |q: &Vec<f32>| {
-            let rows: Vec<f32> = (0..q_heads).flat_map(|head| &q[source(head) * d..][..d]).copied().collect();
-            Tensor::from_vec(rows, (1, q_heads, d), &Device::Cpu)
-        };
-        let known = |q: &Vec<f32>| (!q.is_empty()).then(|| of(q)).transpose();
-        let q = [known(&queries[0])?, known(&queries[1])?];
+        let known = || queries.iter().filter(|q| !q.is_empty());
+        let of = |q: &Vec<f32>| (0..q_heads).flat_map(|head| q[source(head) * d..][..d].to_vec()).collect::<Vec<_>>();
+        let rows: Vec<f32> = known().flat_map(of).collect();
+        let q = Tensor::from_vec(rows, (known().count(), q_heads, d), &Device::Cpu)?;
         let seeds: Vec<u64> = (0..plan.draws as u64).map(|draw| plan.seed.wrapping_add(draw)).collect();
         for seeds in seeds.chunks(TOGETHER) {
-            let drawn = attend(q.clone(), seeds)?;
+            let drawn = attend(&q, seeds)?;
             for draw in 0..seeds.len() {
                 for head in (0..q_heads).filter(|head| !plan.alone || head % group == 0) {
                     tallies[source(head)].add(&drawn, draw * q_heads + head, draw * kv_heads + head / group);
