@@ -340,10 +340,6 @@ impl AttentionBatch<'_> {
     }
 }
 
-/// Last rows of a prompt whose queries are kept: that before the first answer's row, and that before the prompt's last, by which
-/// a [`replay`] of it chooses.
-pub(crate) const PROMPT_QUERIES: usize = 2;
-
 /// One span in one layer.
 struct Part<'a> {
     shape: AttentionShape,
@@ -364,8 +360,8 @@ impl Part<'_> {
         Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
     }
 
-    /// Keeps the queries of spans' rows for methods that choose by the token before: of a part of the prompt those of its last
-    /// rows, behind which the decode method goes on.
+    /// Keeps the queries of spans' rows for methods that choose by the token before: of the prompt that of its last row,
+    /// behind which the decode method goes on.
     fn keep_queries(&self, spans: &mut [Started], q: &Tensor, kept: &[Option<Tensor>]) -> Result<()> {
         let mut at = 0;
         for Started { sequence, tokens, .. } in spans {
@@ -380,11 +376,11 @@ impl Part<'_> {
             }
             let rows = match sequence.attended_by() {
                 By::DecodeMethod => first..end,
-                _ if sequence.len + *tokens == sequence.first_decoded() => end - (*tokens).min(PROMPT_QUERIES)..end,
+                _ if sequence.len + *tokens == sequence.first_decoded() => end - 1..end,
                 _ => continue,
             };
             let position = sequence.len + rows.start - first;
-            sequence.queries.put(self.layer, position, q.narrow(0, rows.start, rows.len())?.copy()?);
+            sequence.queries.put(self.layer, position, q.narrow(0, rows.start, rows.len())?.force_contiguous()?);
         }
         Ok(())
     }

@@ -5,7 +5,7 @@
 //! each a slice ends the layer before (attention, projections) and begins the next one (queries, keys, values). Between
 //! two passes the method chooses.
 
-use crate::batch::{PROMPT_QUERIES, prompt_audit, report_prompt};
+use crate::batch::{prompt_audit, report_prompt};
 use crate::layer::AttentionShape;
 use crate::method::{Carry, PrefillChoice};
 use crate::report::Report;
@@ -242,14 +242,12 @@ impl<'a> Chunk<'a> {
         Ok(true)
     }
 
-    /// Keeps the last rows' queries of the prompt, where its answer chooses by them.
+    /// Keeps the queries of the prompt's last row, where its answer chooses by them.
     fn keep_queries(&mut self, slice: &Slice, layer: usize, q: &Tensor) -> Result<()> {
         let sequence = &mut *self.sequence;
         let (method, end) = (&sequence.spec.decode.method, sequence.len + slice.rows.end);
         if sequence.keeps_queries() && end == sequence.first_decoded() && layer >= method.dense_layers() {
-            let rows = slice.rows.len().min(PROMPT_QUERIES);
-            let q = q.narrow(0, slice.rows.len() - rows, rows)?.copy()?;
-            sequence.queries.put(layer, end - rows, q);
+            sequence.queries.put(layer, end - 1, q.narrow(0, slice.rows.len() - 1, 1)?.force_contiguous()?);
         }
         Ok(())
     }

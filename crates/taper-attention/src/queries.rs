@@ -20,7 +20,8 @@ pub(crate) struct Queries {
 struct Rows {
     /// The first token's position.
     first: usize,
-    /// `[T, q_heads, head_dim]`, after the rotary embedding; nothing writes to them.
+    /// `[T, q_heads, head_dim]`, after the rotary embedding: memory of their own, or on a device a part of what the token two
+    /// places on is written to.
     q: Tensor,
 }
 
@@ -88,6 +89,16 @@ impl Queries {
         kept.map(|kept| kept.get(position % 2)).transpose()
     }
 
+    /// Elements of the memory that rows in host memory keep.
+    #[cfg(test)]
+    pub fn elements(&self) -> usize {
+        let of = |rows: &Rows| match &*rows.q.storage_and_layout().0 {
+            candle_core::Storage::Cpu(candle_core::CpuStorage::F32(all)) => all.len(),
+            other => panic!("{other:?}"),
+        };
+        self.layers.iter().flatten().flatten().map(of).sum()
+    }
+
     /// A copy, for a cache on a device and of a dtype where that is another: queries in host memory are f32.
     pub fn copied(&self, cache: Option<(&Device, DType)>) -> Result<Self> {
         let rows = |rows: &Rows| -> Result<Rows> {
@@ -96,7 +107,7 @@ impl Queries {
                 Some((device, dtype)) => rows.q.to_device(device)?.to_dtype(dtype)?,
                 None => rows.q.clone(),
             };
-            Ok(Rows { first: rows.first, q: q.copy()? })
+            Ok(Rows { first: rows.first, q: q.force_contiguous()? })
         };
         let layer = |[latest, before]: &[Option<Rows>; 2]| -> Result<_> {
             Ok([latest.as_ref().map(rows).transpose()?, before.as_ref().map(rows).transpose()?])
@@ -147,6 +158,7 @@ mod tests {
         queries.put(1, 7, rows(&[7.0]));
         assert_eq!([5, 6, 7].map(|at| of(&queries, at)), [None, Some(60.0), Some(7.0)]);
         let copy = queries.copied(Some((&Device::Cpu, DType::F16))).unwrap();
+        assert_eq!((queries.elements(), copy.elements()), (4, 2), "a copy has what is left");
         queries.cut(6);
         assert_eq!([5, 6, 7].map(|at| of(&queries, at)), [None; 3]);
         assert_eq!(of(&copy, 7), Some(7.0));

@@ -296,22 +296,19 @@ impl Sequence {
     /// [`KvError::OutOfBlocks`]: each but the last copies a started block.
     pub fn rejoin(sequences: Vec<&mut Self>, pool: &mut KvPool, mut prompt: Self) -> std::result::Result<(), KvError> {
         let count = sequences.len();
-        for (i, sequence) in sequences.into_iter().enumerate() {
+        let mut join = |(i, sequence): (usize, &mut Self)| {
+            let queries = prompt.queries.copied(None)?;
             sequence.table = match i + 1 == count {
                 true => std::mem::take(&mut prompt.table),
-                false => match pool.fork(&prompt.table, prompt.len) {
-                    Ok(table) => table,
-                    Err(error) => {
-                        pool.release(&mut prompt.table);
-                        return Err(error);
-                    }
-                },
+                false => pool.fork(&prompt.table, prompt.len)?,
             };
             (sequence.len, sequence.taken, sequence.underway) = (prompt.len, prompt.taken, None);
-            sequence.queries = prompt.queries.copied(None)?;
-        }
+            sequence.queries = queries;
+            Ok(())
+        };
+        let joined = sequences.into_iter().enumerate().try_for_each(&mut join);
         pool.release(&mut prompt.table);
-        Ok(())
+        joined
     }
 
     /// A copy in another pool, which may be on another device.

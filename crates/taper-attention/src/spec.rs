@@ -116,6 +116,11 @@ pub struct Wire<'a> {
 }
 
 impl AttentionSpec {
+    /// The first layer in which the decode method chooses by the queries of the token before; none where it does not.
+    pub fn ahead_from(&self) -> Option<usize> {
+        self.decode.method.ahead().then(|| self.decode.method.dense_layers())
+    }
+
     /// Reads `{ "prefill": {…}, "decode": {…}, "question": "decode", "audit": 0.01, "trace": true, "speculate": {
     /// "method": {…}, "tokens": 4, "choose": "round", "lookup": 3 } }`; what is absent is dense, nothing special, no
     /// audit, no trace, and no drafts.

@@ -193,7 +193,9 @@ impl<B: Backend> Runner<'_, B> {
             Ok((place, Method::pair(prefill, decode, &rest, &self.plan.artifacts)?))
         };
         let specs = decodes.iter().map(spec).collect::<Result<Vec<_>, EvalError>>()?;
-        let [(_, first), ..] = &specs[..] else { return Ok(Some(Vec::new())) };
+        // The prompt leaves its last queries to whoever chooses by them, in the layers of the first that does.
+        let first = specs.iter().map(|(_, spec)| spec).min_by_key(|spec| spec.ahead_from().unwrap_or(usize::MAX));
+        let Some(first) = first else { return Ok(Some(Vec::new())) };
         let mut prompt =
             self.backend.open(first, at.draws(), &question.tokens, question.question_tokens).map_err(step)?;
         let records = self.records(at, question, &mut prompt, &specs, watch);

@@ -2,6 +2,7 @@
 //! there.
 
 use super::{AttentionBatch, By, Part, Started, plain, visible};
+use crate::layer::AttentionShape;
 use crate::method::{DecodeMethod, KeyIndex};
 use crate::sequence::Sequence;
 use candle_core::{Result, Tensor};
@@ -9,6 +10,7 @@ use std::cell::RefCell;
 use taper_kernels::decode::{Decode, Over, Selection};
 use taper_kernels::index::{Part as IndexPart, bounds};
 use taper_kernels::kv::{BLOCK_TOKENS, PagedKv};
+use taper_kv_cache::KvPool;
 
 /// Rows that are chosen for together, in all layers.
 pub(super) struct Ahead {
@@ -69,8 +71,8 @@ impl All {
 }
 
 /// Of a sequence's first so many tokens, how many at the end are on no whole page of an index.
-fn beyond_whole(index: &dyn KeyIndex, part: &Part, tokens: usize) -> usize {
-    tokens % (BLOCK_TOKENS / index.shape(&part.shape, part.pool.dtype()).rows)
+fn beyond_whole(index: &dyn KeyIndex, (shape, pool): (&AttentionShape, &KvPool), tokens: usize) -> usize {
+    tokens % (BLOCK_TOKENS / index.shape(shape, pool.dtype()).rows)
 }
 
 /// The one index of a method that chooses ahead and by nothing else.
@@ -113,11 +115,11 @@ impl AttentionBatch<'_> {
     /// tokens in.
     pub(super) fn ahead_of(&self, spans: &[Started]) -> Option<bool> {
         let index = only_index(&*spans[0].sequence.decode_method().method)?;
-        let page = BLOCK_TOKENS / index.shape(&self.shape, self.pool.dtype()).rows;
         let known = |span: &Started| matches!(queries_before(span.sequence), Ok(Some(_)));
         let lacks = |span: &Started| {
             let (table, tokens) = (&span.sequence.table, span.sequence.len);
-            self.pool.index_lacks(&index.name(), self.shape.layers - 1, (table, tokens)) > tokens % page
+            self.pool.index_lacks(&index.name(), self.shape.layers - 1, (table, tokens))
+                > beyond_whole(index, (&self.shape, self.pool), tokens)
         };
         spans.iter().all(known).then(|| spans.iter().any(lacks))
     }
@@ -150,7 +152,7 @@ impl Part<'_> {
         for layer in self.layer..self.shape.layers {
             let lack = |sequence: &&&Sequence| {
                 let table = (&sequence.table, sequence.len);
-                self.pool.index_lacks(&name, layer, table) > beyond_whole(index, self, sequence.len)
+                self.pool.index_lacks(&name, layer, table) > beyond_whole(index, (&self.shape, self.pool), sequence.len)
             };
             let tables: Vec<_> =
                 sequences.iter().filter(lack).map(|sequence| (&sequence.table, sequence.len)).collect();

@@ -42,7 +42,7 @@ pub(super) struct Quest {
     #[schemars(extend("enum" = [4, 8, 16, 32, 64]))]
     pub page: usize,
     /// Pages are chosen by the query of the token before, in the same layer, and the page that is being filled is read
-    /// whatever the window; where that query is not known, as behind drafts that were wrong, by the token's own. On a CUDA
+    /// whatever the window; where that query is not known, as by drafts for a method that chooses nothing, by the token's own. On a CUDA
     /// device all layers' pages are then chosen at once. Nothing is faster by it on the CPU.
     pub ahead: bool,
 }

@@ -123,7 +123,10 @@ fn sequences_that_share_a_beginning_share_its_last_query() {
     let mut asking = Asking::new();
     let mut first = Asking::sequence(quest(true));
     asking.prompt(&mut first, 0);
+    // Two heads of eight in each layer, of a prompt of 200 tokens.
+    assert_eq!(first.queries.elements(), 2 * 8 * SHAPE.layers);
     let mut fork = first.fork(&mut asking.pool, 2).unwrap();
+    assert_eq!(fork.queries.elements(), 2 * 8 * SHAPE.layers);
     assert_eq!(asking.step(&mut first, &[1]), alone(&[0]));
     assert_eq!(asking.step(&mut fork, &[1]), alone(&[0]));
     first.retract(&mut asking.pool);
