@@ -360,27 +360,16 @@ impl Part<'_> {
         Stream { seed, layer: self.layer as u32, head: 0, position: position as u32 }
     }
 
-    /// Keeps the queries of spans' rows for methods that choose by the token before: of the prompt that of its last row,
-    /// behind which the decode method goes on.
+    /// Keeps the queries of spans' rows for methods that choose by the token before; those in `kept` lie there already.
     fn keep_queries(&self, spans: &mut [Started], q: &Tensor, kept: &[Option<Tensor>]) -> Result<()> {
         let mut at = 0;
         for Started { sequence, tokens, .. } in spans {
-            let (first, end) = (at, at + *tokens);
-            at = end;
-            if !sequence.keeps_queries() || self.layer < sequence.spec.decode.method.dense_layers() {
-                continue;
+            match kept.get(at) {
+                Some(Some(_)) if self.layer < sequence.spec.decode.method.dense_layers() => {}
+                Some(Some(_)) => sequence.queries.written(self.layer, sequence.len)?,
+                _ => sequence.keep_queries(self.layer, sequence.len, &q.narrow(0, at, *tokens)?)?,
             }
-            if let Some(Some(_)) = kept.get(first) {
-                sequence.queries.written(self.layer, sequence.len)?;
-                continue;
-            }
-            let rows = match sequence.attended_by() {
-                By::DecodeMethod => first..end,
-                _ if sequence.len + *tokens == sequence.first_decoded() => end - 1..end,
-                _ => continue,
-            };
-            let position = sequence.len + rows.start - first;
-            sequence.queries.put(self.layer, position, q.narrow(0, rows.start, rows.len())?.force_contiguous()?);
+            at += *tokens;
         }
         Ok(())
     }

@@ -221,7 +221,7 @@ impl<'a> Chunk<'a> {
         if let (Some(layer), Some((q, k, v))) = (slice.begins, qkv) {
             self.pool.append(layer, &k, &v, &self.slots(slice)).map_err(candle_core::Error::wrap)?;
             set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
-            self.keep_queries(slice, layer, &q)?;
+            self.sequence.keep_queries(layer, self.sequence.len + slice.rows.start, &q)?;
         }
         self.done(slice)
     }
@@ -237,19 +237,9 @@ impl<'a> Chunk<'a> {
             self.pool.append_joint(layer, qkv, angles, &self.slots(slice), None).map_err(candle_core::Error::wrap)?;
         let Some(q) = stored else { return Ok(false) };
         set(&mut self.work.queries, self.work.tokens, &q, slice.rows.start)?;
-        self.keep_queries(slice, layer, &q)?;
+        self.sequence.keep_queries(layer, self.sequence.len + slice.rows.start, &q)?;
         self.done(slice)?;
         Ok(true)
-    }
-
-    /// Keeps the queries of the prompt's last row, where its answer chooses by them.
-    fn keep_queries(&mut self, slice: &Slice, layer: usize, q: &Tensor) -> Result<()> {
-        let sequence = &mut *self.sequence;
-        let (method, end) = (&sequence.spec.decode.method, sequence.len + slice.rows.end);
-        if sequence.keeps_queries() && end == sequence.first_decoded() && layer >= method.dense_layers() {
-            sequence.queries.put(layer, end - 1, q.narrow(0, slice.rows.len() - 1, 1)?.force_contiguous()?);
-        }
-        Ok(())
     }
 
     /// Where keys and values of a slice go (`block * 64 + row`).

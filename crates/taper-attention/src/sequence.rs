@@ -201,6 +201,23 @@ impl Sequence {
         !self.drafting && (self.spec.decode.method.ahead() || drafts().is_some_and(|drafts| drafts.method.ahead()))
     }
 
+    /// Keeps the queries `[T, q_heads, head_dim]` in one layer of the tokens from a position on, which come next, for methods that
+    /// choose by the token before: of the prompt that of its last row, behind which the decode method goes on.
+    pub(crate) fn keep_queries(&mut self, layer: usize, first: usize, q: &Tensor) -> Result<()> {
+        if !self.keeps_queries() || layer < self.spec.decode.method.dense_layers() {
+            return Ok(());
+        }
+        let tokens = q.dim(0)?;
+        let from = match self.attended_by() {
+            By::DecodeMethod => 0,
+            _ if first + tokens == self.first_decoded() => tokens - 1,
+            _ => return Ok(()),
+        };
+        // Of its own memory: those of all others would stay with it.
+        self.queries.put(layer, first + from, q.narrow(0, from, tokens - from)?.force_contiguous()?);
+        Ok(())
+    }
+
     /// Position of the first token that the decode method attends for.
     pub(crate) fn first_decoded(&self) -> usize {
         if self.spec.question == Question::Decode { self.context } else { self.prompt }

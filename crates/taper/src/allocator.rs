@@ -5,7 +5,7 @@ use std::alloc::{GlobalAlloc, Layout};
 
 /// Bytes from which zeros are the system's.
 const LARGE: usize = 2 << 20;
-/// The most that the beginning of any mapping is a multiple of.
+/// What the beginning of any mapping is a multiple of, wherever pages are larger too.
 const PAGE: usize = 4096;
 
 /// mimalloc: a layer's scores are megabytes that come and go with every token, which the system's allocator would give back and
@@ -107,7 +107,7 @@ mod tests {
                         assert!(!p.is_null() && p.addr().is_multiple_of(align));
                         let systems = zeros && size >= LARGE && align <= PAGE;
                         assert_eq!(is_systems(p, layout), systems, "{size} {align}");
-                        let mut pages = vec![1u8; size.div_ceil(PAGE)];
+                        let mut pages = vec![0u8; size.div_ceil(PAGE)];
                         if cfg!(target_os = "linux") && systems {
                             assert_eq!(libc::mincore(p.cast(), size, pages.as_mut_ptr().cast()), 0);
                             assert!(pages.iter().all(|page| page & 1 == 0), "touched: {size} {align}");
