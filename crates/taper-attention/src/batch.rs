@@ -313,8 +313,8 @@ impl AttentionBatch<'_> {
         Ok(())
     }
 
-    /// Attends in a layer whose keys and values are stored.
-    /// `kept`: where queries were written to on their way, of each token; empty for none.
+    /// Attends in a layer whose keys and values are stored; `kept` is where each token's queries were written to on their way,
+    /// empty for none.
     fn attend_stored(&mut self, layer: usize, q: &Tensor, kept: &[Option<Tensor>]) -> Result<Tensor> {
         let (mut part, mut spans) = self.part(layer);
         let mut outs = Vec::new();

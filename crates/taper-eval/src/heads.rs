@@ -226,8 +226,8 @@ fn head_by_head(
     for turn in 0..if plan.alone { group } else { 1 } {
         let source = |head: usize| if plan.alone { head / group * group + turn } else { head };
         let known = || queries.iter().filter(|q| !q.is_empty());
-        let of = |q: &Vec<f32>| (0..q_heads).flat_map(|head| q[source(head) * d..][..d].to_vec()).collect::<Vec<_>>();
-        let rows: Vec<f32> = known().flat_map(of).collect();
+        let rows = known().flat_map(|q| (0..q_heads).flat_map(move |head| &q[source(head) * d..][..d]));
+        let rows: Vec<f32> = rows.copied().collect();
         let q = Tensor::from_vec(rows, (known().count(), q_heads, d), &Device::Cpu)?;
         let seeds: Vec<u64> = (0..plan.draws as u64).map(|draw| plan.seed.wrapping_add(draw)).collect();
         for seeds in seeds.chunks(TOGETHER) {

@@ -39,6 +39,23 @@ macro_rules! unpack_by {
 #[cfg(target_arch = "x86_64")]
 use unpack_by;
 
+/// Runs a width's kernel of a form, for which `$run` takes its name and, of fewer than eight bits, bits and blocks.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_form {
+    ($form:expr, $run:ident) => {
+        match $form {
+            Form::FOUR => $run!(few, 4, 1),
+            Form::FIVE => $run!(few, 5, 1),
+            Form::FOUR_K => $run!(few, 4, 8),
+            Form::FIVE_K => $run!(few, 5, 8),
+            Form::SIX_K => $run!(few, 6, 8),
+            _ => $run!(eight),
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+use by_form;
+
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod avx2;

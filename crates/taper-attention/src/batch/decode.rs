@@ -234,7 +234,7 @@ impl Part<'_> {
     }
 
     /// The queries of the tokens before some of the rows; a row's own of `q` where that is not known.
-    pub(super) fn queries_before(&self, rows: &[(&Sequence, usize)], q: &Tensor, some: Range<usize>) -> Result<Tensor> {
+    fn queries_before(&self, rows: &[(&Sequence, usize)], q: &Tensor, some: Range<usize>) -> Result<Tensor> {
         let of = |(row, &(sequence, at)): (usize, &(&Sequence, usize))| {
             let before = at.checked_sub(1).filter(|&before| self.was_asked(sequence, before));
             let known = before.map(|before| sequence.queries.at(self.layer, before)).transpose()?.flatten();

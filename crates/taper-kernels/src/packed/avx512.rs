@@ -22,16 +22,7 @@ pub unsafe fn tile(form: Form, tile: &Tile, out: &mut [MaybeUninit<[f32; ROWS]>]
             }
         };
     }
-    unsafe {
-        match form {
-            Form::FOUR => for_tokens!(few, 4, 1),
-            Form::FIVE => for_tokens!(few, 5, 1),
-            Form::FOUR_K => for_tokens!(few, 4, 8),
-            Form::FIVE_K => for_tokens!(few, 5, 8),
-            Form::SIX_K => for_tokens!(few, 6, 8),
-            _ => for_tokens!(eight),
-        }
-    }
+    unsafe { super::by_form!(form, for_tokens) }
 }
 
 /// What a row each is worth.
